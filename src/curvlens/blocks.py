@@ -51,7 +51,9 @@ class Slice:
         """The slice of a parameter-shaped tensor, or of each of a stack of them `[K, *shape]`; a view."""
         stack = tensor.dim() - len(self.parameter_shape)
         if not tensor.is_contiguous():
-            raise ValueError(f"expected a contiguous tensor for {self.parameter}, got strides {tensor.stride()}")
+            raise ValueError(
+                f"expected a contiguous tensor for {self.parameter}, got strides {tensor.stride()}"
+            )
         lead, stride = tensor.shape[:stack], tensor.stride()[:stack]
         return tensor.as_strided(
             (*lead, *self.size), (*stride, *self.stride), tensor.storage_offset() + self.offset
@@ -208,9 +210,7 @@ class Blocks:
     def positions(self, other: Blocks) -> Tensor:
         """Where the entries of `other`, blocks or heads of these, lie in a flat vector of these blocks."""
         homes = {
-            head.name: (block, i)
-            for block in self._blocks
-            for i, head in enumerate(block.split_heads())
+            head.name: (block, i) for block in self._blocks for i, head in enumerate(block.split_heads())
         }
         found = []
         for part in other:
@@ -231,7 +231,9 @@ class Blocks:
     def _unknown(self, name: str) -> str:
         known = [*self._index, *(head for block in self for head in _head_names(block))]
         close = difflib.get_close_matches(name, known, n=3)
-        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known: {', '.join(self.names)}"
+        hint = (
+            f"did you mean {' or '.join(map(repr, close))}?" if close else f"known: {', '.join(self.names)}"
+        )
         return f"expected the name or pattern of a block, got {name!r}; {hint}"
 
     # -- between flat vectors, blocks and parameters
@@ -250,7 +252,9 @@ class Blocks:
         for name, part in parts.items():
             block = self[name]
             if tuple(part.shape) != block.shape:
-                raise ValueError(f"block {name!r}: expected shape {list(block.shape)}, got {list(part.shape)}")
+                raise ValueError(
+                    f"block {name!r}: expected shape {list(block.shape)}, got {list(part.shape)}"
+                )
             vector[self.ranges[block.name]] = part.reshape(-1)
         return vector
 
@@ -275,7 +279,9 @@ class Blocks:
         for block in self._blocks:
             covered[_source(block).parameter] += block.size
         tensors = {
-            name: (vector.new_empty if covered[name] == math.prod(shape) else vector.new_zeros)((*lead, *shape))
+            name: (vector.new_empty if covered[name] == math.prod(shape) else vector.new_zeros)(
+                (*lead, *shape)
+            )
             for name, shape in self.parameters.items()
         }
         for block in self._blocks:
@@ -300,7 +306,9 @@ def _head_names(block: Block) -> tuple[str, ...]:
 def _matching(blocks: Blocks, pattern: str) -> list[Block]:
     if pattern in blocks:
         return [blocks[pattern]]
+
     def names(block: Block) -> tuple[str, ...]:
         return (block.name, *block.aliases)
+
     found = [b for b in blocks if any(fnmatchcase(name, pattern) for name in names(b))]
     return found or [b for b in blocks if any(name.startswith(pattern + ".") for name in names(b))]

@@ -116,7 +116,9 @@ class Operator(ABC):
         if isinstance(other, Mapping):
             return self._apply_named(other)
         if not isinstance(other, Tensor):
-            raise TypeError(f"expected a tensor, a dictionary of tensors or an Operator, got {type(other).__name__}")
+            raise TypeError(
+                f"expected a tensor, a dictionary of tensors or an Operator, got {type(other).__name__}"
+            )
         if other.dim() not in (1, 2) or other.shape[0] != self.domain.size:
             raise ValueError(
                 f"expected a vector [{self.domain.size}] or vectors [{self.domain.size}, K], "
@@ -142,7 +144,9 @@ class Operator(ABC):
         some = next(iter(parts.values()))
         for name, tensor in parts.items():
             if tuple(tensor.shape) != tuple(shapes[name]):
-                raise ValueError(f"parameter {name!r}: expected shape {list(shapes[name])}, got {list(tensor.shape)}")
+                raise ValueError(
+                    f"parameter {name!r}: expected shape {list(shapes[name])}, got {list(tensor.shape)}"
+                )
         whole = {name: parts.get(name, some.new_zeros(())).expand(shape) for name, shape in shapes.items()}
         return self.codomain.to_parameters(self.apply(self.domain.from_parameters(whole)[None])[0])
 
@@ -293,4 +297,6 @@ def _same_space(a: Blocks, b: Blocks, what: str) -> None:
 
 def _same_numbers(a: Operator, b: Operator) -> None:
     if (a.dtype, a.device) != (b.dtype, b.device):
-        raise TypeError(f"expected one dtype and device, got {a.dtype} on {a.device} and {b.dtype} on {b.device}")
+        raise TypeError(
+            f"expected one dtype and device, got {a.dtype} on {a.device} and {b.dtype} on {b.device}"
+        )

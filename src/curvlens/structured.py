@@ -14,16 +14,16 @@ from curvlens.operator import Operator
 class Dense(Operator):
     """A matrix as an operator: `Dense(A)`, over one block called "all" unless told otherwise."""
 
-    def __init__(
-        self, matrix: Tensor, codomain: Blocks | None = None, domain: Blocks | None = None
-    ):
+    def __init__(self, matrix: Tensor, codomain: Blocks | None = None, domain: Blocks | None = None):
         if matrix.dim() != 2:
             raise ValueError(f"expected a matrix, got shape {list(matrix.shape)}")
         rows, columns = matrix.shape
         codomain = codomain or Blocks.of({"all": (rows,)})
         domain = domain or (codomain if rows == columns else Blocks.of({"all": (columns,)}))
         if (codomain.size, domain.size) != (rows, columns):
-            raise ValueError(f"expected a matrix {[codomain.size, domain.size]} for these blocks, got {[rows, columns]}")
+            raise ValueError(
+                f"expected a matrix {[codomain.size, domain.size]} for these blocks, got {[rows, columns]}"
+            )
         symmetric = rows == columns and codomain == domain and torch.equal(matrix, matrix.T)
         super().__init__(codomain, domain, matrix.dtype, matrix.device, symmetric)
         self.matrix = matrix
