@@ -209,7 +209,8 @@ class Landscape:
 
     def require_finite(self, tensor: Tensor, what: str) -> None:
         """Raise FloatingPointError, naming the first module that produced NaN or infinity."""
-        if torch.isfinite(tensor).all():
+        # a sum is one pass without a copy; it may overflow where its terms do not
+        if torch.isfinite(tensor.sum()) or torch.isfinite(tensor).all():
             return
 
         def run() -> None:
@@ -230,13 +231,15 @@ class Landscape:
 class _Function(nn.Module):
     """A function `f(parameters, *inputs)` in the place of a module; holds its parameters by name."""
 
+    function: Callable[..., Any]
+
     def __init__(self, function: Callable[..., Any], parameters: Mapping[str, Tensor] | None):
         super().__init__()
         if not callable(function):
             raise TypeError(f"expected a module or a function, got {type(function).__name__}")
         if not parameters:
             raise ValueError("expected parameters={name: tensor} with a model that is a function, got none")
-        self.function: Callable[..., Any] = function
+        self.function = function
         self._named = {
             name: nn.Parameter(p.detach(), requires_grad=p.is_floating_point())
             for name, p in parameters.items()

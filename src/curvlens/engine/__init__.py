@@ -10,9 +10,8 @@ Both give the same numbers up to rounding. `Quantity` says what is multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor
 
 from curvlens import guards
@@ -20,9 +19,13 @@ from curvlens.blocks import Blocks
 from curvlens.engine import double_backward, forward_over_reverse
 from curvlens.engine.chunks import chunk_size
 from curvlens.engine.quantity import Quantity
-from curvlens.landscape import Landscape
+from curvlens.landscape import Landscape, Parameters
 
-ENGINES: dict[str, Callable[..., dict[str, Tensor]]] = {
+# From a landscape, a quantity, a piece of the data, the rows' parameters, directions `{parameter: [K, *shape]}` and a
+# chunk size, the products as `(first vector, {parameter: [chunk, *shape]})`, divided by the landscape's weight.
+Engine = Callable[..., Iterator[tuple[int, Parameters]]]
+
+ENGINES: dict[str, Engine] = {
     "double-backward": double_backward.product,
     "forward-over-reverse": forward_over_reverse.product,
 }
@@ -46,17 +49,13 @@ def product(
     """`[K, columns] -> [K, rows]`: the given rows of the quantity times vectors over the given columns."""
     land.probe()
     quantity = quantity.started()
+    result = stack.new_empty(len(stack), rows.size)
     with guards.twice_differentiable(land.device):
         directions = columns.to_parameters(stack)
-        images = {
-            name: torch.zeros(len(stack), *shape, dtype=stack.dtype, device=stack.device)
-            for name, shape in rows.parameters.items()
-        }
-        for piece in land.pieces():
+        for index, piece in enumerate(land.pieces()):
             chunk = chunk_size(land, piece, len(stack))
-            found = ENGINES[engine](land, quantity, piece, list(rows.parameters), directions, chunk)
-            for name, image in found.items():
-                images[name] += image
-        result = rows.from_parameters(images) / land.weight
+            images = ENGINES[engine](land, quantity, piece, list(rows.parameters), directions, chunk)
+            for start, image in images:
+                rows.gather(image, result[start : start + chunk], add=index > 0)
     land.require_finite(result, "product")
     return result

@@ -41,21 +41,26 @@ class Quantity:
         return replace(self, generator=torch.Generator().manual_seed(self.seed)) if self.sampled else self
 
     def middle(self, land: Landscape, piece: Batch, output: Tensor) -> Callable[[Tensor], Tensor]:
-        """`M` of `Jᵀ M J` at the model's output, for stacks of output tangents `[K, *output.shape]`."""
+        """`M / n` of `Jᵀ M J / n` at the model's output, for stacks of output tangents `[K, *output.shape]`."""
         output, target = output.detach(), piece.target
         if self.name == "gauss-newton":
-            return lambda tangents: land.loss.hessian_product(output, target, tangents)
+            return lambda tangents: land.loss.hessian_product(output, target, tangents) / land.weight
         if self.sampled:
             assert self.generator is not None
             target = land.loss.sample(output, target, self.generator)
-        return lambda tangents: land.loss.fisher_product(output, target, tangents)
+        return lambda tangents: land.loss.fisher_product(output, target, tangents) / land.weight
 
     def scalar(self, land: Landscape, piece: Batch) -> Callable[[Parameters], Tensor]:
         """The function whose Hessian this is: the loss, or `⟨g, F⟩` with `g` fixed."""
         if self.name == "hessian":
-            return lambda parameters: land.loss.value(land.output(parameters, piece), piece.target)
+            return lambda parameters: share(land, parameters, piece)
         gradient = split_gradient(land, piece, self.at)
         return lambda parameters: (gradient * split_output(land, parameters, piece, self.at)).sum()
+
+
+def share(land: Landscape, parameters: Parameters, piece: Batch) -> Tensor:
+    """What one piece of the data adds to the mean loss."""
+    return land.loss.value(land.output(parameters, piece), piece.target) / land.weight
 
 
 def split_output(land: Landscape, parameters: Parameters, piece: Batch, at: str | None) -> Tensor:
@@ -68,14 +73,14 @@ def split_output(land: Landscape, parameters: Parameters, piece: Batch, at: str 
 
 
 def split_gradient(land: Landscape, piece: Batch, at: str | None) -> Tensor:
-    """`g = ∂ℓ/∂F`, detached."""
+    """`g = ∂L/∂F`, detached."""
     parameters = land.parameters()
     if at is None:
         with torch.no_grad():
             output = land.output(parameters, piece)
-        return land.loss.gradient(output, piece.target).detach()
+        return land.loss.gradient(output, piece.target).detach() / land.weight
     with replaced_output(land, at) as cut:
-        value = land.loss.value(land.output(parameters, piece), piece.target)
+        value = share(land, parameters, piece)
     (gradient,) = torch.autograd.grad(value, cut().replacement, allow_unused=True, materialize_grads=True)
     return gradient
 
