@@ -41,6 +41,11 @@ def randomise(model: nn.Module, generator: torch.Generator) -> nn.Module:
     return model
 
 
+def names_of_layers(count: int, names: str, prefix: str = "layer") -> list[str]:
+    """`layer.0.` and so on before each of the names, which blanks separate."""
+    return [f"{prefix}.{i}.{name}" for i in range(count) for name in names.split()]
+
+
 # -- batches
 
 
@@ -206,7 +211,8 @@ def t5():
 
 @_model
 def t5_gated():
-    return _t5("EncoderModel", feed_forward_proj="gated-gelu"), tokens()
+    more = {"feed_forward_proj": "gated-gelu", "num_labels": VOCABULARY}
+    return _t5("ForTokenClassification", **more), language()
 
 
 # -- torch.nn, inside of a user's module
@@ -298,8 +304,9 @@ class CausalSelfAttention(nn.Module):
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH, bias=False)
+        self.ln_1 = nn.LayerNorm(WIDTH)
         self.attn = CausalSelfAttention()
+        self.ln_2 = nn.LayerNorm(WIDTH, bias=False)
         self.mlp = nn.ModuleDict({"c_fc": nn.Linear(WIDTH, HIDDEN), "c_proj": nn.Linear(HIDDEN, WIDTH)})
 
     def forward(self, x):

@@ -155,8 +155,8 @@ class GPT(nn.Module):
     ):
         super().__init__()
         self.length = length
-        self.token = nn.Embedding(vocabulary, width)
-        self.position = nn.Embedding(length, width)
+        self.token = _embedding(vocabulary, width)
+        self.position = _embedding(length, width)
         self.blocks = nn.ModuleList(
             Block(
                 SelfAttention(width, heads, key_width, value_width, attention, causal, bias, scale),
@@ -217,6 +217,11 @@ class LinearMLP(nn.Module):
 
 def _weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.zeros(shape))
+
+
+def _embedding(rows: int, width: int) -> nn.Embedding:
+    # without the draw from the global generator that nn.Embedding makes
+    return nn.Embedding.from_pretrained(torch.zeros(rows, width), freeze=False)
 
 
 def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
