@@ -264,10 +264,11 @@ def _working_dtype(model: nn.Module, dtype: torch.dtype | None) -> tuple[torch.d
 
 def _vocabulary(model: nn.Module) -> int | None:
     """The number of rows of the token embedding, where the model tells."""
-    if not hasattr(model, "get_input_embeddings"):
+    find: Any = getattr(model, "get_input_embeddings", None)
+    if find is None:
         return None
     try:
-        embedding = model.get_input_embeddings()
+        embedding = find()
     except NotImplementedError:
         return None
     return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
