@@ -44,7 +44,15 @@ def test_grouped_heads(name, heads, kv_heads, head_dim):
     assert blocks["layer.1.attn.out"].heads == (heads, 0)
     site = families.attention_sites(model)[1]
     assert (site.heads, site.kv_heads, site.head_dim) == (heads, kv_heads, head_dim)
-    assert site.between == (("query_norm", "rotary") if name == "qwen3" else ("rotary",))
+    assert (
+        site.between
+        == {
+            "llama": ("rotary",),
+            "mistral": ("rotary", "window"),
+            "qwen2": ("rotary",),
+            "qwen3": ("query_norm", "rotary"),
+        }[name]
+    )
 
 
 def test_biases_have_heads():

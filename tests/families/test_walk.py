@@ -41,8 +41,8 @@ class Record:
         try:
             run(model, batch, blocks.to_parameters(vector))
             self.x, self.out = seen["queries"][0][0], first(seen["out"])[0]
-            memory = seen["memory"][site.memory_argument :]
-            self.keys_from, self.values_from = memory[0][0], memory[1 if len(memory) > 1 else 0][0]
+            self.keys_from = seen["memory"][site.key_argument][0]
+            self.values_from = seen["memory"][site.value_argument][0]
             if inside:  # its output is that of the heads when the projection is the identity
                 plain = blocks.split(vector.clone())
                 plain[site.out].copy_(torch.eye(*plain[site.out].shape))
@@ -268,6 +268,7 @@ def test_wrapped_models_keep_their_names():
     model, _ = MODELS["gpt2"]()
     assert families.blocks(nn.DataParallel(model)).names == families.blocks(model).names
     assert families.blocks(torch.compile(model)).names == families.blocks(model).names
+    assert families.find(torch.compile(model)).name == "gpt2"
 
 
 # -- a family of one's own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from curvlens.families.family import Attention, Family, has, number, projections
+from curvlens.families.family import Attention, Family, attribute, has, projections
 
 MODEL = {"embed_tokens": "embed.token", "layers.*": "layer.*", "norm": "norm"}
 HEADS = {
@@ -26,8 +26,16 @@ LAYER = {
 
 
 def _attention(module: nn.Module) -> Attention | None:
-    norms = ("query_norm",) if has("q_norm")(module) else ()
-    return projections(module, number(module, "head_dim"), causal=True, between=(*norms, "rotary"))
+    # Mistral windows by its configuration, Qwen layer by layer
+    own = hasattr(module, "sliding_window")
+    window = attribute(module, "sliding_window" if own else "config.sliding_window")
+    between = (("query_norm", has("q_norm")(module)), ("rotary", True), ("window", window is not None))
+    return projections(
+        module,
+        attribute(module, "head_dim"),
+        causal=True,
+        between=tuple(name for name, there in between if there),
+    )
 
 
 def _family(name: str, prefix: str) -> Family:

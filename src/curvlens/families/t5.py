@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from torch import nn
 
-from curvlens.families.family import Attention, Family, Piece, number, projections
+from curvlens.families.family import Attention, Family, Piece, attribute, projections
 
 
 def _attention(module: nn.Module) -> Attention | None:
-    heads = number(module, "n_heads")
-    cross = module.is_decoder and getattr(module, "is_causal", None) is False
+    heads = attribute(module, "n_heads")
+    cross = attribute(module, "is_decoder") and attribute(module, "is_causal") is False
     return projections(
         module,
-        number(module, "key_value_proj_dim"),
+        attribute(module, "key_value_proj_dim"),
         *("q", "k", "v", "o"),
         pieces={"relative_attention_bias.weight": (Piece("position", heads=(heads, 1)),)},
         scale=1.0,
