@@ -57,9 +57,7 @@ class AttentionSite:
     self_attention: bool | None  # None: up to the caller of the module
     causal: bool | None  # None: up to the caller of the module
     scale: float | None  # scores are `scale * q @ k.T`
-    between: tuple[
-        str, ...
-    ]  # what lies between projections and softmax: "query_norm", "rotary", "position", …
+    between: tuple[str, ...]
     query: str  # names of blocks
     key: str
     value: str
@@ -239,7 +237,7 @@ def _blocks_of(parameter: str, shape: torch.Size, pieces: Sequence[Piece] | None
 def _require_partition(parameter: str, shape: torch.Size, cut: Sequence[Block]) -> None:
     if len(cut) == 1 and _is_whole(cut[0]):
         return
-    times = torch.zeros(shape, dtype=torch.uint8)
+    times = torch.zeros(shape, dtype=torch.uint8, device="cpu")  # models may be made on "meta"
     for block in cut:
         assert block.source is not None
         block.source.view(times).add_(1)
