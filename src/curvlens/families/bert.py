@@ -41,7 +41,7 @@ def _attention(module: nn.Module) -> Attention | None:
     return projections(module, head_dim, *paths, scale=scale, causal=causal, between=between)
 
 
-def _family(name: str, prefix: str) -> Family:
+def _family(name: str, prefix: str, child: str) -> Family:
     return Family(
         name,
         names={
@@ -53,7 +53,7 @@ def _family(name: str, prefix: str) -> Family:
                 "encoder.layer.*": "layer.*",
                 "pooler.dense": "pooler",
             },
-            f"{prefix}PreTrainedModel": {name: "", **HEADS},
+            f"{prefix}PreTrainedModel": {child: "", **HEADS},
             has("attention", "crossattention", "intermediate"): CROSS_LAYER,
             f"{prefix}Layer": LAYER,
             f"{prefix}LMPredictionHead": MASKED_LM,
@@ -66,4 +66,8 @@ def _family(name: str, prefix: str) -> Family:
     )
 
 
-FAMILIES = [_family("bert", "Bert"), _family("roberta", "Roberta")]
+FAMILIES = [
+    _family("bert", "Bert", "bert"),
+    _family("roberta", "*Roberta", "roberta"),  # and XLM-RoBERTa
+    _family("camembert", "Camembert", "roberta"),
+]

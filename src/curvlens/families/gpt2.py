@@ -29,6 +29,10 @@ def _attention(module: nn.Module) -> Attention | None:
     return projections(module, head_dim, query, "c_attn", "c_attn", "c_proj", scale=scale, causal=not cross)
 
 
+_is_kin = has("wte", "h.0.attn.c_proj")
+_holds_kin = has("transformer.wte", "transformer.h.0.attn.c_proj")
+
+
 def _fused(module: nn.Module) -> Attention | None:
     """nanoGPT and minGPT: the columns of one matrix are query, key and value."""
     heads, width = attribute(module, "n_head"), attribute(module, "n_embd")
@@ -47,8 +51,8 @@ FAMILIES = [
     Family(
         "nanogpt",
         names={
-            has("wte", "h"): MODEL,
-            has("transformer.wte", "transformer.h"): {"transformer": "", "lm_head": "head"},
+            _is_kin: MODEL,
+            _holds_kin: {"transformer": "", "lm_head": "head"},
             has("attn", "mlp.c_fc", "mlp.c_proj"): BLOCK,
         },
         attention={has("c_attn", "c_proj"): _fused, has("c_q", "c_k", "c_v", "c_proj"): _separate},
