@@ -197,6 +197,15 @@ def test_parameters_make_the_round_trip(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_heads_lie_where_their_blocks_say(name):
+    model, _ = MODELS[name]()
+    blocks, parameters = families.blocks(model), dict(model.named_parameters())
+    heads = blocks.heads()
+    vector = blocks.from_parameters(parameters)
+    assert torch.equal(heads.from_parameters(parameters), vector[blocks.positions(heads)])
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_no_parameter_keeps_its_own_name_but_in_a_users_module(name):
     model, _ = MODELS[name]()
     own = {n for n, _ in model.named_parameters()} & set(families.blocks(model).names)
