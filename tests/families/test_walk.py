@@ -171,6 +171,27 @@ def test_a_slice_of_out_takes_its_own_head(case):
         torch.testing.assert_close(after.heads, before.heads, rtol=0, atol=EXACT)
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "t5_gated"])
+def test_what_enters_down_is_linear_in_up_and_not_in_gate(name):
+    model, batch = MODELS[name]()
+    blocks = families.blocks(model)
+    vector = blocks.from_parameters(dict(model.named_parameters()))
+    layer = families.attention_sites(model)[1].layer
+    down = model.get_submodule(blocks[f"{layer}.mlp.down"].source.parameter.removesuffix(".weight"))
+
+    def entering(weights):
+        seen = {}
+        hook = down.register_forward_pre_hook(lambda _, args: seen.update(x=args[0]))
+        run(model, batch, blocks.to_parameters(weights))
+        hook.remove()
+        return seen["x"]
+
+    for role, linear in (("up", True), ("gate", False)):
+        changed, _ = perturbed(blocks, vector, f"{layer}.mlp.{role}")
+        curvature = entering(changed) - 2 * entering(vector) + entering(2 * vector - changed)
+        assert (curvature.abs().amax() < 100 * EXACT) == linear
+
+
 # -- every entry in one block
 
 
