@@ -324,6 +324,7 @@ def test_nearly_one_hot_rows_and_large_scores(size):
 def test_sums_over_keys_replace_matrices_a_token(monkeypatch):
     """Large problems take other formulas, nothing of size d² a token: forced here on a small one."""
     import curvlens.exact.attention_head as head
+    import curvlens.exact.attention_hessian as hessian_module
 
     for name in [
         "softmax",
@@ -341,6 +342,7 @@ def test_sums_over_keys_replace_matrices_a_token(monkeypatch):
         expected = [small.outer.dense(), small.functional.dense()]
         with monkeypatch.context() as patched:
             patched.setattr(head, "CHUNK", 1)
+            patched.setattr(hessian_module, "CHUNK", 1)
             large = exact.hessian(layer, X, Y)
             assert large.curvature.heads[0].expand
             assert relative(large.functional.dense(), expected[1]) < TOLERANCE
