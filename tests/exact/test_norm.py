@@ -112,8 +112,8 @@ def test_theorems_2_and_3():
 @pytest.mark.parametrize("layer", [LayerNorm(randn(5, seed=1)), RMSNorm(randn(5, seed=1))])
 def test_rows_agree_with_products(layer):
     X, g = randn(2, 3, 5), randn(2, 3, 5, seed=3)
-    J = layer.input_jacobian(X).view(2, 3, 5, 3, 5)
-    H = layer.input_hessian(X, g).view(2, 3, 5, 3, 5)
+    J = torch.stack(layer.input_jacobian(X)).view(2, 3, 5, 3, 5)
+    H = torch.stack(layer.input_hessian(X, g)).view(2, 3, 5, 3, 5)
     for i in range(3):
         assert relative(layer.row_jacobians(X)[:, i], J[:, i, :, i]) < 1e-13
         assert (

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from curvlens.exact.activations import activation as named_activation
-from curvlens.exact.jet import Bend, Jet, Layer, Tangent, over_tokens
+from curvlens.exact.jet import Bend, Jet, Layer, Tangent
+from curvlens.exact.linear import Affine
+from curvlens.exact.result import Tokens
 
 
 class FeedForward(Layer):
@@ -42,81 +43,71 @@ class FeedForward(Layer):
         self.gated = gate is not None
         self.activation = named_activation(activation)
 
-    def at(self, X: Tensor) -> FeedForwardJet:
-        return FeedForwardJet(self, X)
+    def at(self, tokens: Tokens) -> FeedForwardJet:
+        return FeedForwardJet(self, tokens.stacked)
 
 
 class FeedForwardJet(Jet):
     """First and second derivatives of a feed-forward sublayer.
 
-    Hidden units are `a = φ(h)`, `φ(h) = σ(h_up)`, or `φ(h) = σ(h_gate) h_up` when gated: a function of one or
-    two preactivations a unit, with its gradient and Hessian below.
+    A hidden unit is a function of one or two preactivations, `a = φ(h)`: `φ = σ(h_up)`, or `φ = σ(h_gate) h_up`.
+    `first` and `second` hold its partial derivatives (of each pair of preactivations once).
     """
 
-    def __init__(self, layer: FeedForward, X: Tensor):
-        self.w, self.x = layer.weights, X
-        self.inner = ["up", "gate"] if layer.gated else ["up"]
-        h = {name: X @ self.w[name] + self.w.get(f"{name}.bias", 0) for name in self.inner}
-        sigma = layer.activation
+    def __init__(self, layer: FeedForward, x: Tensor):
+        names = ["up", "gate"] if layer.gated else ["up"]
+        self.inner = {name: Affine(layer.weights, name, x) for name in names}
+        self.first, self.second, sigma = {}, {}, layer.activation
+        up = self.inner["up"].output
         if layer.gated:
-            value, first = sigma.value(h["gate"]), sigma.first(h["gate"])
-            self.a = value * h["up"]
-            self.first = {"up": value, "gate": first * h["up"]}
-            self.second = {("up", "gate"): first, ("gate", "gate"): sigma.second(h["gate"]) * h["up"]}
+            gate = self.inner["gate"].output
+            value, slope = sigma.value(gate), sigma.first(gate)
+            hidden = value * up
+            self.first = {"up": value, "gate": slope * up}
+            self.second = {("up", "gate"): slope, ("gate", "gate"): sigma.second(gate) * up}
         else:
-            self.a = sigma.value(h["up"])
-            self.first = {"up": sigma.first(h["up"])}
-            self.second = {("up", "up"): sigma.second(h["up"])}
-        self.output = self.a @ self.w["down"] + self.w.get("down.bias", 0)
+            hidden = sigma.value(up)
+            self.first = {"up": sigma.first(up)}
+            self.second = {("up", "up"): sigma.second(up)}
+        self.down = Affine(layer.weights, "down", hidden)
+        self.output = self.down.output
 
-    def preactivations(self, tangent: Tangent) -> Tangent:
-        return {name: self._affine(name, self.x, tangent["input"], tangent) for name in self.inner}
-
-    def _affine(self, name: str, x: Tensor, moved: Tensor, tangent: Tangent) -> Tensor:
-        """The tangent of `x W + b`."""
-        out = moved @ self.w[name] + x @ tangent[name][:, None]
-        return out + tangent[f"{name}.bias"][:, None, None] if f"{name}.bias" in self.w else out
-
-    def hidden(self, h: Tangent) -> Tensor:
-        """The tangent of `a`."""
-        return sum((self.first[name] * h[name] for name in self.inner), torch.zeros(()).to(self.a))
+    def hidden(self, tangent: Tangent) -> tuple[Tangent, Tensor]:
+        """The tangents of the preactivations, and of the hidden units."""
+        h = {name: affine.push(tangent, tangent["input"]) for name, affine in self.inner.items()}
+        return h, _total([self.first[name] * h[name] for name in h])
 
     def push(self, tangent: Tangent) -> Tensor:
-        return self._affine("down", self.a, self.hidden(self.preactivations(tangent)), tangent)
+        return self.down.push(tangent, self.hidden(tangent)[1])
 
     def pull(self, g: Tensor) -> Tangent:
-        gradient = {"down": over_tokens(self.a, g)}
-        back = g @ self.w["down"].mT
-        slopes = {name: self.first[name] * back for name in self.inner}
-        for name in self.inner:
-            gradient[name] = over_tokens(self.x, slopes[name])
-        gradient["input"] = torch.stack([slopes[name] @ self.w[name].mT for name in self.inner]).sum(0)
-        for name, upstream in {**slopes, "down": g}.items():
-            if f"{name}.bias" in self.w:
-                gradient[f"{name}.bias"] = upstream.sum((1, 2))
-        return gradient
+        gradient: Tangent = {}
+        a = self.down.pull(g, gradient)
+        parts = [affine.pull(self.first[name] * a, gradient) for name, affine in self.inner.items()]
+        return {**gradient, "input": _total(parts)}
 
     def along(self, g: Tensor) -> Bend:
-        back = g @ self.w["down"].mT
-        slopes = {name: self.first[name] * back for name in self.inner}
+        a = g @ self.down.W.mT  # the gradient at the hidden units
+        slopes = {name: first * a for name, first in self.first.items()}
+        bends = {pair: second * a for pair, second in self.second.items()}
 
         def bend(tangent: Tangent, turn: Tensor) -> Tangent:
-            x, h = tangent["input"], self.preactivations(tangent)
-            back_turn = turn @ self.w["down"].mT + g @ tangent["down"].mT[:, None]
-            turns = {name: self.first[name] * back_turn for name in self.inner}
-            for (row, column), second in self.second.items():
-                turns[row] = turns[row] + second * back * h[column]
+            gradient: Tangent = {}
+            h, moved = self.hidden(tangent)
+            a_turn = self.down.bend(g, tangent, moved, turn, gradient)
+            turns = {name: first * a_turn for name, first in self.first.items()}
+            for (row, column), second in bends.items():
+                turns[row] = turns[row] + second * h[column]
                 if row != column:
-                    turns[column] = turns[column] + second * back * h[row]
-            moved = {"down": over_tokens(self.a, turn) + over_tokens(self.hidden(h), g)}
-            parts = []
-            for name in self.inner:
-                moved[name] = over_tokens(self.x, turns[name]) + over_tokens(x, slopes[name])
-                parts.append(turns[name] @ self.w[name].mT + slopes[name] @ tangent[name].mT[:, None])
-            moved["input"] = torch.stack(parts).sum(0)
-            for name, upstream in {**turns, "down": turn}.items():
-                if f"{name}.bias" in self.w:
-                    moved[f"{name}.bias"] = upstream.sum((1, 2))
-            return moved
+                    turns[column] = turns[column] + second * h[row]
+            parts = [
+                affine.bend(slopes[name], tangent, tangent["input"], turns[name], gradient)
+                for name, affine in self.inner.items()
+            ]
+            return {**gradient, "input": _total(parts)}
 
         return bend
+
+
+def _total(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]

@@ -11,7 +11,8 @@ With `ġ = B ż`, `B` the loss's Hessian at the output, the last one is a produc
 `ġ = 0` a product with its functional part. Jets compose: the jet of a chain of layers is made of their jets
 (`chain`), and no automatic differentiation is needed anywhere.
 
-Tangents come in stacks of `K`: `{name: [K, *weight], "input": [K, n, L, d]}` for `n` sequences of `L` tokens.
+The tokens of all sequences lie one below the other, `x: [n, d]`, and tangents come in stacks of `K`:
+`{name: [K, *weight], "input": [K, n, d]}`.
 """
 
 from __future__ import annotations
@@ -23,76 +24,88 @@ import torch
 from torch import Tensor
 
 from curvlens.blocks import Blocks
+from curvlens.exact.result import LossAt, Result, Sequences, TokenLoss, Tokens
 from curvlens.operator import Operator
 
 Tangent = dict[str, Tensor]
 Bend = Callable[[Tangent, Tensor], Tangent]
-Quadratic = Callable[[Tensor], Tensor]  # a loss's Hessian at the output: `[K, n, L, c] -> [K, n, L, c]`
+Quadratic = Callable[[Tensor], Tensor]  # a loss's Hessian at the output: `[K, n, o] -> [K, n, o]`
 
 
 class Jet(ABC):
     """Value, first and second derivative of a layer at `(θ, x)`."""
 
-    output: Tensor  # [n, L, outputs]
+    output: Tensor  # [n, o]
 
     @abstractmethod
     def push(self, tangent: Tangent) -> Tensor:
-        """`J (θ̇, ẋ)`: `[K, n, L, outputs]`."""
+        """`J (θ̇, ẋ)`: `[K, n, o]`."""
 
     @abstractmethod
     def pull(self, g: Tensor) -> Tangent:
-        """`Jᵀ g` for a stack `g: [K, n, L, outputs]`, with respect to every weight and "input"."""
+        """`Jᵀ g` for a stack `g: [K, n, o]`, with respect to every weight and "input"."""
 
     @abstractmethod
     def along(self, g: Tensor) -> Bend:
-        """The map `(tangent, ġ) ↦ Jᵀ ġ + Σ_m g_m ∂²f_m tangent`, for one `g: [n, L, outputs]`."""
+        """The map `(tangent, ġ) ↦ Jᵀ ġ + Σ_m g_m ∂²f_m tangent`, for one `g: [n, o]`."""
 
 
 class Layer(ABC):
-    """A map of named weights and an input, `layer(X)` for `X: [L, d]` or `[n, L, d]`, with its jet at any point."""
+    """A map of named weights and an input, with its jet at any point.
+
+    `layer(X)` for one sequence `X: [L, d]`, several `[batch, L, d]`, or a list of `[L_b, d]`.
+    """
 
     weights: dict[str, Tensor]
 
     @abstractmethod
-    def at(self, X: Tensor) -> Jet:
-        """The jet at `X: [n, L, d]`."""
+    def at(self, tokens: Tokens) -> Jet:
+        """The jet at these tokens."""
 
-    def __call__(self, X: Tensor) -> Tensor:
-        return self.at(sequences(X)).output.reshape(*X.shape[:-1], -1)
+    def __call__(self, X: Sequences) -> Sequences:
+        tokens = Tokens.of(X)
+        return tokens.like(X, self.at(tokens).output)
 
     @property
     def blocks(self) -> Blocks:
         """The weights, as the space its Hessian lives in."""
         return Blocks.of({name: weight.shape for name, weight in self.weights.items()})
 
-    def jacobian(self, X: Tensor) -> Jacobian:
+    def jacobian(self, X: Sequences) -> Jacobian:
         """`∂f/∂(θ, x)` as an operator from the weights and "input" to "output"."""
-        return Jacobian(self, X)
+        return Jacobian(self, Tokens.of(X))
 
-    def second(self, X: Tensor, g: Tensor) -> Curvature:
+    def second(self, X: Sequences, g: Sequences) -> Curvature:
         """`Σ_m g_m ∂²f_m`, the curvature that the layer itself creates, over the weights and "input"."""
-        return Curvature(self, X, g, with_input=True)
+        return Curvature(self, Tokens.of(X), Tokens.of(g).stacked, with_input=True)
 
-    def input_jacobian(self, X: Tensor) -> Tensor:
-        """`∂f/∂x` of each sequence, dense: `[n, L outputs, L d]`."""
-        X = sequences(X)
-        images = self.at(X).push(unit_inputs(self, X))
-        return images.flatten(2).permute(1, 2, 0)
+    def input_jacobian(self, X: Sequences) -> list[Tensor]:
+        """`∂f/∂x` of each sequence, dense: a list of `[L_b o, L_b d]`."""
+        tokens = Tokens.of(X)
+        jet, units = self.at(tokens), unit_inputs(self, tokens)
+        return of_sequences(jet.push(units), tokens)
 
-    def input_hessian(self, X: Tensor, g: Tensor) -> Tensor:
-        """`Σ_m g_m ∂²f_m/∂x²` of each sequence, dense: `[n, L d, L d]`."""
-        X = sequences(X)
-        jet, units = self.at(X), unit_inputs(self, X)
-        g = g.reshape(jet.output.shape)
-        images = jet.along(g)(units, g.new_zeros(len(units["input"]), *g.shape))["input"]
-        return images.flatten(2).permute(1, 2, 0)
+    def input_hessian(self, X: Sequences, g: Sequences) -> list[Tensor]:
+        """`Σ_m g_m ∂²f_m/∂x²` of each sequence, dense: a list of `[L_b d, L_b d]`."""
+        tokens, g = Tokens.of(X), Tokens.of(g).stacked
+        jet, units = self.at(tokens), unit_inputs(self, tokens)
+        moved = jet.along(g)(units, g.new_zeros(()).expand(len(units["input"]), *g.shape))
+        return of_sequences(moved["input"], tokens)
+
+    def _hessian(self, tokens: Tokens, loss: LossAt, with_input: bool = False) -> Result:
+        """Products of both parts by `push`, `pull` and `along`; `with_input` adds the block "input"."""
+        at = loss(self.at(tokens).output)
+        outer = Curvature(self, tokens, None, loss_hessian(at), with_input)
+        functional = Curvature(self, tokens, at.gradient, None, with_input)
+        return Result(outer, functional, at)
 
 
-def sequences(X: Tensor) -> Tensor:
-    """`[L, d]` or `[n, L, d]` as `[n, L, d]`."""
-    if X.dim() not in (2, 3):
-        raise ValueError(f"expected an input [L, d] or [n, L, d], got {list(X.shape)}")
-    return X if X.dim() == 3 else X[None]
+def loss_hessian(at: TokenLoss) -> Quadratic:
+    """Products with the loss's Hessian at the output, token by token."""
+    B = at.hessian
+    if B.dim() == 1:
+        return lambda u: B[:, None] * u
+    return lambda u: torch.einsum("nij,knj->kni", B, u)
 
 
 def still(layer: Layer, K: int) -> Tangent:
@@ -100,32 +113,37 @@ def still(layer: Layer, K: int) -> Tangent:
     return {name: w.new_zeros(()).expand(K, *w.shape) for name, w in layer.weights.items()}
 
 
-def unit_inputs(layer: Layer, X: Tensor) -> Tangent:
-    """The `K = L d` unit tangents of the input, in every sequence at once (sequences do not mix)."""
-    n, L, d = X.shape
-    eye = torch.eye(L * d, dtype=X.dtype, device=X.device).view(L * d, 1, L, d)
-    return {**still(layer, L * d), "input": eye.expand(-1, n, -1, -1)}
+def unit_inputs(layer: Layer, tokens: Tokens) -> Tangent:
+    """The `K = max L · d` unit tangents of the input, in every sequence at once: sequences do not mix."""
+    x, L = tokens.stacked, max(tokens.lengths)
+    d = x.shape[1]
+    eye = torch.eye(L * d, dtype=x.dtype, device=x.device).view(L * d, L, d)
+    units = torch.cat([eye[:, :length] for length in tokens.lengths], dim=1)
+    return {**still(layer, L * d), "input": units}
+
+
+def of_sequences(images: Tensor, tokens: Tokens) -> list[Tensor]:
+    """The images `[K, n, o]` of `unit_inputs` as one matrix `[L_b o, L_b d]` a sequence."""
+    d = tokens.stacked.shape[1]
+    parts = zip(images.split(tokens.lengths, dim=1), tokens.lengths, strict=True)
+    return [part[: L * d].flatten(1).T for part, L in parts]
 
 
 class Jacobian(Operator):
-    """`∂f/∂(θ, x)` of a layer at `X`, by `push` and `pull`."""
+    """`∂f/∂(θ, x)` of a layer, by `push` and `pull`."""
 
-    def __init__(self, layer: Layer, X: Tensor):
-        self.jet = layer.at(sequences(X))
-        weights = {name: w.shape for name, w in layer.weights.items()}
-        output = self.jet.output
+    def __init__(self, layer: Layer, tokens: Tokens):
+        self.jet, x = layer.at(tokens), tokens.stacked
+        shapes = {name: w.shape for name, w in layer.weights.items()}
         super().__init__(
-            Blocks.of({"output": (*X.shape[:-1], output.shape[-1])}),
-            Blocks.of({**weights, "input": X.shape}),
-            X.dtype,
-            X.device,
+            Blocks.of({"output": self.jet.output.shape}),
+            Blocks.of({**shapes, "input": x.shape}),
+            x.dtype,
+            x.device,
         )
-        self.input_shape = sequences(X).shape
 
     def apply(self, stack: Tensor) -> Tensor:
-        tangent = self.domain.split(stack)
-        tangent["input"] = tangent["input"].reshape(-1, *self.input_shape)
-        return self.jet.push(tangent).flatten(1)
+        return self.jet.push(self.domain.split(stack)).flatten(1)
 
     def _adjoint(self) -> Operator:
         return Gradient(self)
@@ -139,8 +157,7 @@ class Gradient(Operator):
         self.jacobian = jacobian
 
     def apply(self, stack: Tensor) -> Tensor:
-        jet = self.jacobian.jet
-        return pack(jet.pull(stack.view(len(stack), *jet.output.shape)), self.codomain)
+        return pack(self.jacobian.jet.pull(self.domain.split(stack)["output"]), self.codomain)
 
     def _adjoint(self) -> Operator:
         return self.jacobian
@@ -149,37 +166,33 @@ class Gradient(Operator):
 class Curvature(Operator):
     """A layer's Hessian over its weights, or weights and "input": `Jᵀ B J + Σ_m g_m ∂²f_m`.
 
-    `loss_hessian` is the product with `B`, `g` the loss's gradient at the output. Without `B` it is the
-    functional part, without `g` the outer-product part.
+    `B` is the product with the loss's Hessian and `g` its gradient at the output. Without `B` it is the functional
+    part, without `g` the outer-product part. A product costs about as much as four evaluations of the layer.
     """
 
     def __init__(
         self,
         layer: Layer,
-        X: Tensor,
+        tokens: Tokens,
         g: Tensor | None = None,
-        loss_hessian: Quadratic | None = None,
+        B: Quadratic | None = None,
         with_input: bool = False,
     ):
+        x = tokens.stacked
         shapes = {name: w.shape for name, w in layer.weights.items()}
-        space = Blocks.of({**shapes, "input": X.shape} if with_input else shapes)
-        super().__init__(space, space, X.dtype, X.device, symmetric=True)
-        self.jet = layer.at(sequences(X))
-        self.input_shape = sequences(X).shape
-        self.bend = None if g is None else self.jet.along(g.reshape(self.jet.output.shape))
-        self.loss_hessian = loss_hessian
+        space = Blocks.of({**shapes, "input": x.shape} if with_input else shapes)
+        super().__init__(space, space, x.dtype, x.device, symmetric=True)
+        self.jet, self.x, self.B = layer.at(tokens), x, B
+        self.bend = None if g is None else self.jet.along(g)
 
     def apply(self, stack: Tensor) -> Tensor:
-        K = len(stack)
+        nothing, K = stack.new_zeros(()), len(stack)
         tangent = self.domain.split(stack)
-        if "input" in tangent:
-            tangent["input"] = tangent["input"].reshape(K, *self.input_shape)
+        tangent.setdefault("input", nothing.expand(K, *self.x.shape))
+        if self.B is None:
+            turn = nothing.expand(K, *self.jet.output.shape)
         else:
-            tangent["input"] = stack.new_zeros(()).expand(K, *self.input_shape)
-        if self.loss_hessian is None:
-            turn = stack.new_zeros(()).expand(K, *self.jet.output.shape)
-        else:
-            turn = self.loss_hessian(self.jet.push(tangent))
+            turn = self.B(self.jet.push(tangent))
         moved = self.jet.pull(turn) if self.bend is None else self.bend(tangent, turn)
         return pack(moved, self.domain)
 
@@ -190,8 +203,5 @@ def pack(tangent: Tangent, space: Blocks) -> Tensor:
 
 
 def over_tokens(x: Tensor, y: Tensor) -> Tensor:
-    """`Σ_i x_i y_iᵀ` over all tokens of all sequences: `[K?, n, L, a], [K?, n, L, b] -> [K, a, b]`."""
-    if x.dim() == 3:
-        x = x.expand(y.shape[0], *x.shape) if y.dim() == 4 else x[None]
-    y = y.expand(x.shape[0], *y.shape[-3:])
-    return x.flatten(1, 2).mT @ y.flatten(1, 2)
+    """`Σ_i x_i y_iᵀ` over all tokens; `x: [n, a]` or `[K, n, a]`, `y: [n, b]` or `[K, n, b]`."""
+    return x.mT @ y

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from curvlens.exact.jet import Bend, Jet, Layer, Tangent, over_tokens
+from curvlens.exact.result import Tokens
 
 
 class LinearMLP(Layer):
@@ -32,11 +33,11 @@ class LinearMLP(Layer):
                 )
         self.weights = {f"W{i}": matrix for i, matrix in enumerate(matrices, 1)}
 
-    def at(self, X: Tensor) -> LinearJet:
-        return LinearJet(self, X)
+    def at(self, tokens: Tokens) -> LinearMLPJet:
+        return LinearMLPJet(self, tokens.stacked)
 
 
-class LinearJet(Jet):
+class LinearMLPJet(Jet):
     """Derivatives of a product of matrices, layer by layer: linear in each, so only mixed second ones."""
 
     def __init__(self, layer: LinearMLP, X: Tensor):
@@ -56,7 +57,7 @@ class LinearJet(Jet):
         """The tangents of the prefixes, and of the output last."""
         moved = [tangent["input"]]
         for name, matrix, prefix in zip(self.names, self.matrices, self.prefixes, strict=True):
-            moved.append(moved[-1] @ matrix + prefix @ tangent[name][:, None])
+            moved.append(moved[-1] @ matrix + prefix @ tangent[name])
         return moved
 
     def push(self, tangent: Tangent) -> Tensor:
@@ -81,7 +82,7 @@ class LinearJet(Jet):
                 self._backwards(), reversed(prefixes), upstream[:-1], strict=True
             ):
                 moved[name] = over_tokens(prefix, turn) + over_tokens(dot, g)
-                turn = turn @ matrix.mT + g @ tangent[name].mT[:, None]
+                turn = turn @ matrix.mT + g @ tangent[name].mT
             return {**moved, "input": turn}
 
         return bend

@@ -17,7 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from curvlens.exact.jet import Bend, Jet, Layer, Tangent, sequences
+from curvlens.exact.jet import Bend, Jet, Layer, Tangent
+from curvlens.exact.result import Tokens
 
 
 class _Norm(Layer):
@@ -32,26 +33,25 @@ class _Norm(Layer):
         self.weights = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
         self.eps = eps
 
-    def at(self, X: Tensor) -> NormJet:
-        return NormJet(self, X)
+    def at(self, tokens: Tokens) -> NormJet:
+        return NormJet(self, tokens.stacked)
 
     def row_jacobians(self, X: Tensor) -> Tensor:
         """`∂z_i/∂x_i = r diag(γ) (C − n nᵀ/d)` of each row: `[*rows, d, d]`; other rows give zero."""
-        jet = self.at(sequences(X))
+        jet = NormJet(self, X)
         n, r, d = jet.n, jet.r, X.shape[-1]
         J = r[..., None] * (self.centring(X) - n[..., :, None] * n[..., None, :] / d)
-        return (self.weights["weight"][:, None] * J).reshape(*X.shape[:-1], d, d)
+        return self.weights["weight"][:, None] * J
 
     def row_hessians(self, X: Tensor) -> Tensor:
         """`∂²z_ia/∂x_ib∂x_ic` of each row, all of it: `[*rows, a, b, c]`."""
-        jet = self.at(sequences(X))
+        jet = NormJet(self, X)
         n, r, d = jet.n, jet.r, X.shape[-1]
         C = self.centring(X)
         Cn = torch.einsum("ab,...c->...abc", C, n)
         nnn = torch.einsum("...a,...b,...c->...abc", n, n, n)
         H = Cn + Cn.transpose(-1, -2) + Cn.transpose(-1, -3) - 3 / d * nnn
-        H = -(r[..., None, None] ** 2) / d * self.weights["weight"][:, None, None] * H
-        return H.reshape(*X.shape[:-1], d, d, d)
+        return -(r[..., None, None] ** 2) / d * self.weights["weight"][:, None, None] * H
 
     def centring(self, X: Tensor) -> Tensor:
         """The matrix `C`."""
@@ -108,9 +108,9 @@ class NormJet(Jet):
         return moved + _rows(tangent["bias"]) if self.has_bias else moved
 
     def pull(self, g: Tensor) -> Tangent:
-        gradient = {"input": self.J(self.gamma * g), "weight": (g * self.n).sum((1, 2))}
+        gradient = {"input": self.J(self.gamma * g), "weight": (g * self.n).sum(1)}
         if self.has_bias:
-            gradient["bias"] = g.sum((1, 2))
+            gradient["bias"] = g.sum(1)
         return gradient
 
     def along(self, g: Tensor) -> Bend:
@@ -124,7 +124,7 @@ class NormJet(Jet):
             created = scale * (Cu * nx + self.n * (_dot(Cu, x) - 3 / self.d * un * nx) + un * Cx)
             moved = self.pull(turn)
             moved["input"] = moved["input"] + created + self.J(_rows(tangent["weight"]) * g)
-            moved["weight"] = moved["weight"] + (g * self.J(x)).sum((1, 2))
+            moved["weight"] = moved["weight"] + (g * self.J(x)).sum(1)
             return moved
 
         return bend
@@ -135,5 +135,5 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _rows(vector: Tensor) -> Tensor:
-    """A stack of weights `[K, d]`, to be spread over the rows `[K, n, L, d]`."""
-    return vector[:, None, None, :]
+    """A stack of weights `[K, d]`, to be spread over the rows `[K, n, d]`."""
+    return vector[:, None, :]
