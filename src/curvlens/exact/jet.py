@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -77,7 +79,9 @@ class Layer(ABC):
 
     def second(self, X: Sequences, g: Sequences) -> Curvature:
         """`Σ_m g_m ∂²f_m`, the curvature that the layer itself creates, over the weights and "input"."""
-        return Curvature(self, Tokens.of(X), Tokens.of(g).stacked, with_input=True)
+        tokens = Tokens.of(X)
+        jet = self.at(tokens)
+        return Curvature(jet, space_of(self, tokens, True), tokens.stacked, jet.along(Tokens.of(g).stacked))
 
     def input_jacobian(self, X: Sequences) -> list[Tensor]:
         """`∂f/∂x` of each sequence, dense: a list of `[L_b o, L_b d]`."""
@@ -94,10 +98,32 @@ class Layer(ABC):
 
     def _hessian(self, tokens: Tokens, loss: LossAt, with_input: bool = False) -> Result:
         """Products of both parts by `push`, `pull` and `along`; `with_input` adds the block "input"."""
-        at = loss(self.at(tokens).output)
-        outer = Curvature(self, tokens, None, loss_hessian(at), with_input)
-        functional = Curvature(self, tokens, at.gradient, None, with_input)
-        return Result(outer, functional, at)
+        jet, space = self.at(tokens), space_of(self, tokens, with_input)
+        at = loss(jet.output)
+        bend, B = jet.along(at.gradient), loss_hessian(at)
+        return JetResult(
+            outer=Curvature(jet, space, tokens.stacked, None, B),
+            functional=Curvature(jet, space, tokens.stacked, bend, None),
+            loss=at,
+            whole=Curvature(jet, space, tokens.stacked, bend, B),
+        )
+
+
+@dataclass(frozen=True)
+class JetResult(Result):
+    """A result whose total is one pass over the layers, where the sum of its parts is two."""
+
+    whole: Operator
+
+    @cached_property
+    def total(self) -> Operator:
+        return self.whole
+
+
+def space_of(layer: Layer, tokens: Tokens, with_input: bool) -> Blocks:
+    """The layer's weights, and "input" after them if asked for."""
+    shapes = {name: weight.shape for name, weight in layer.weights.items()}
+    return Blocks.of({**shapes, "input": tokens.stacked.shape} if with_input else shapes)
 
 
 def loss_hessian(at: TokenLoss) -> Quadratic:
@@ -134,13 +160,8 @@ class Jacobian(Operator):
 
     def __init__(self, layer: Layer, tokens: Tokens):
         self.jet, x = layer.at(tokens), tokens.stacked
-        shapes = {name: w.shape for name, w in layer.weights.items()}
-        super().__init__(
-            Blocks.of({"output": self.jet.output.shape}),
-            Blocks.of({**shapes, "input": x.shape}),
-            x.dtype,
-            x.device,
-        )
+        output = Blocks.of({"output": self.jet.output.shape})
+        super().__init__(output, space_of(layer, tokens, True), x.dtype, x.device)
 
     def apply(self, stack: Tensor) -> Tensor:
         return self.jet.push(self.domain.split(stack)).flatten(1)
@@ -166,29 +187,19 @@ class Gradient(Operator):
 class Curvature(Operator):
     """A layer's Hessian over its weights, or weights and "input": `Jᵀ B J + Σ_m g_m ∂²f_m`.
 
-    `B` is the product with the loss's Hessian and `g` its gradient at the output. Without `B` it is the functional
-    part, without `g` the outer-product part. A product costs about as much as four evaluations of the layer.
+    `bend` is the layer's `along(g)`, with the loss's gradient `g` at the output, and `B` the product with the loss's
+    Hessian there. Without `B` it is the functional part, without `bend` the outer-product part. A product costs
+    about as much as four evaluations of the layer.
     """
 
-    def __init__(
-        self,
-        layer: Layer,
-        tokens: Tokens,
-        g: Tensor | None = None,
-        B: Quadratic | None = None,
-        with_input: bool = False,
-    ):
-        x = tokens.stacked
-        shapes = {name: w.shape for name, w in layer.weights.items()}
-        space = Blocks.of({**shapes, "input": x.shape} if with_input else shapes)
+    def __init__(self, jet: Jet, space: Blocks, x: Tensor, bend: Bend | None, B: Quadratic | None = None):
         super().__init__(space, space, x.dtype, x.device, symmetric=True)
-        self.jet, self.x, self.B = layer.at(tokens), x, B
-        self.bend = None if g is None else self.jet.along(g)
+        self.jet, self.input_shape, self.bend, self.B = jet, x.shape, bend, B
 
     def apply(self, stack: Tensor) -> Tensor:
         nothing, K = stack.new_zeros(()), len(stack)
         tangent = self.domain.split(stack)
-        tangent.setdefault("input", nothing.expand(K, *self.x.shape))
+        tangent.setdefault("input", nothing.expand(K, *self.input_shape))
         if self.B is None:
             turn = nothing.expand(K, *self.jet.output.shape)
         else:
