@@ -56,7 +56,7 @@ class Tokens(NamedTuple):
 
 
 class TokenLoss(NamedTuple):
-    """Value and derivatives of a loss that acts token by token on the output `F` `[n, o]` of a layer (MATH: g_i, B_i)."""
+    """Value and derivatives of a loss that acts token by token on a layer's output `F` `[n, o]`."""
 
     value: Tensor | None  # 0-d; None where only derivatives were given
     gradient: Tensor  # [n, o]: g_i = dl/dF_i
@@ -66,9 +66,7 @@ class TokenLoss(NamedTuple):
         """`B_i` as matrices `[n, o, o]`."""
         if self.hessian.dim() == 3:
             return self.hessian
-        identity = torch.eye(
-            self.gradient.shape[-1], dtype=self.gradient.dtype, device=self.gradient.device
-        )
+        identity = torch.eye(self.gradient.shape[-1], dtype=self.gradient.dtype, device=self.gradient.device)
         return self.hessian[:, None, None] * identity
 
 
@@ -98,7 +96,7 @@ def cross_entropy(Y: Tensor, ignore: int = -100) -> LossAt:
 
     def at(F: Tensor) -> TokenLoss:
         _same_tokens(F, Y, F.shape[:1])
-        scored = Y != ignore
+        scored = Y.ne(ignore)
         count = int(scored.sum())
         if count == 0:
             raise ValueError(f"expected at least one scored token, got only the ignored class {ignore}")
@@ -184,8 +182,8 @@ def hessian(
 ) -> Result:
     """The exact Hessian of `loss(layer(X), Y)` in all parameters of the layer, split at the layer's output.
 
-    `loss` is `"mse"` (`‖F − Y‖²/(L d_V)`, averaged over sequences), or `"cross-entropy"` (mean over scored tokens; `Y` holds classes,
-    −100 is not scored); or give the derivatives `g` and `B` of any loss that acts token by token, see `given`.
+    `loss` is `"mse"` (`‖F − Y‖²/(L d_V)`, averaged over sequences), or `"cross-entropy"` (mean over scored
+    tokens; `Y` holds classes, −100 is not scored); or give the derivatives `g` and `B` of any loss that acts token by token, see `given`.
 
     >>> import torch, curvlens.exact as exact
     >>> W = torch.eye(3, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Operators with structure: exact norm, trace and diagonal."""
+"""A matrix, or its diagonal, as an operator."""
 
 from __future__ import annotations
 
@@ -55,3 +55,56 @@ class Dense(Operator):
 
     def frobenius(self) -> Tensor:
         return self.matrix.norm()
+
+    def spectral_bound(self) -> Tensor:
+        """The spectral norm itself."""
+        return torch.linalg.matrix_norm(self.matrix, ord=2)
+
+    def eigenvalues(self) -> Tensor:
+        """All eigenvalues, ascending."""
+        if not self.symmetric:
+            raise ValueError(f"expected a symmetric matrix for eigenvalues, got one that is not: {self}")
+        return torch.linalg.eigvalsh(self.matrix)
+
+
+class Diagonal(Operator):
+    """A diagonal matrix, by its entries `[size]`."""
+
+    def __init__(self, entries: Tensor, blocks: Blocks | None = None):
+        if entries.dim() != 1:
+            raise ValueError(
+                f"expected the entries of a diagonal as a vector, got shape {list(entries.shape)}"
+            )
+        blocks = blocks or Blocks.of({"all": (len(entries),)})
+        if blocks.size != len(entries):
+            raise ValueError(f"expected {blocks.size} entries for these blocks, got {len(entries)}")
+        super().__init__(blocks, blocks, entries.dtype, entries.device, symmetric=True)
+        self.entries = entries
+
+    def apply(self, stack: Tensor) -> Tensor:
+        return stack * self.entries
+
+    def _block(self, rows: Blocks, columns: Blocks) -> Operator:
+        if rows != columns:
+            return super()._block(rows, columns)
+        return Diagonal(self.entries[self.codomain.positions(rows).to(self.device)], rows)
+
+    def dense(self) -> Tensor:
+        self._require_room("the dense matrix")
+        return torch.diag(self.entries)
+
+    def diagonal(self) -> Tensor:
+        return self.entries
+
+    def trace(self) -> Tensor:
+        return self.entries.sum()
+
+    def frobenius(self) -> Tensor:
+        return self.entries.norm()
+
+    def spectral_bound(self) -> Tensor:
+        """The spectral norm itself."""
+        return self.entries.abs().max()
+
+    def eigenvalues(self) -> Tensor:
+        return self.entries.sort().values
