@@ -1,13 +1,28 @@
-"""The feed-forward sublayer, exactly: `z = σ(x W_1 + b_1) W_2 + b_2`, or gated, `(σ(x W_g) ∘ (x W_1)) W_2`."""
+"""The feed-forward sublayer, exactly: `z = σ(x W_1 + b_1) W_2 + b_2`, or gated, `(σ(x W_g) ∘ (x W_1)) W_2`.
+
+With `a = φ(h)` the hidden units, a function of one preactivation a unit or of two, `φ_r` and `φ_rc` its partial
+derivatives, `D_r = diag φ_r` and `y = W_2 g`:
+
+    H_o(r, c) = KS(x xᵀ, D_r W_2 B W_2ᵀ D_c)      H_o(r, down) = KS(x aᵀ, D_r W_2 B)      H_o(down, down) = KS(a aᵀ, B)
+    H_f(r, c) = KS(x xᵀ, diag(φ_rc ∘ y))          H_f(r, down) = KS×(x gᵀ, D_r)           H_f(down, down) = 0
+
+with `KS(a, b) = Σ_i a_i ⊗ b_i` over tokens, `KS×` the crossed one. For ReLU `φ'' = 0`, and no diagonal block of the
+functional part is left.
+"""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from curvlens.blocks import Blocks
 from curvlens.exact.activations import activation as named_activation
 from curvlens.exact.jet import Bend, Jet, Layer, Tangent
 from curvlens.exact.linear import Affine
-from curvlens.exact.result import Tokens
+from curvlens.exact.result import LossAt, Result, Tokens
+from curvlens.exact.tokenwise import Site, identity, outer
+from curvlens.operator import Operator
+from curvlens.structured import BlockOperator, KroneckerSum
 
 
 class FeedForward(Layer):
@@ -46,6 +61,14 @@ class FeedForward(Layer):
     def at(self, tokens: Tokens) -> FeedForwardJet:
         return FeedForwardJet(self, tokens.stacked)
 
+    def _hessian(self, tokens: Tokens, loss: LossAt, with_input: bool = False) -> Result:
+        """Kronecker sums over tokens; with the block "input", products of the jet instead."""
+        if with_input:
+            return super()._hessian(tokens, loss, with_input)
+        jet = self.at(tokens)
+        at = loss(jet.output)
+        return Result(outer(jet.sites(), self.blocks, at), jet.functional(self.blocks, at.gradient), at)
+
 
 class FeedForwardJet(Jet):
     """First and second derivatives of a feed-forward sublayer.
@@ -71,6 +94,36 @@ class FeedForwardJet(Jet):
             self.second = {("up", "up"): sigma.second(up)}
         self.down = Affine(layer.weights, "down", hidden)
         self.output = self.down.output
+
+    def sites(self) -> dict[str, Site]:
+        """Where each weight acts."""
+        V = {name: first[..., None] * self.down.W for name, first in self.first.items()}
+        sites = {name: Site(affine.x, V[name]) for name, affine in self.inner.items()}
+        sites["down"] = Site(self.down.x, identity(self.output.shape[-1], self.output))
+        return {
+            **sites,
+            **{f"{name}.bias": Site.of_bias(site.V, self.output) for name, site in sites.items()},
+        }
+
+    def functional(self, blocks: Blocks, g: Tensor) -> BlockOperator:
+        """`Σ_m g_m ∂²z_m` over the weights."""
+        y = g @ self.down.W.mT
+        x = {name: affine.x for name, affine in self.inner.items()}
+        x.update({f"{name}.bias": g.new_ones(len(g), 1) for name in x})
+
+        def cell(row: str, column: str) -> Operator | None:
+            (r, c), made = (name.removesuffix(".bias") for name in (row, column)), None
+            if r == "down":
+                return None if c == "down" else cell(column, row).T  # type: ignore[union-attr]
+            if column == "down":
+                made = KroneckerSum((x[row], g), torch.diag_embed(self.first[r]), crossed=True)
+            elif c != "down":
+                second = self.second.get((r, c), self.second.get((c, r)))
+                if second is not None and torch.count_nonzero(second):
+                    made = KroneckerSum((x[row], x[column]), torch.diag_embed(second * y))
+            return None if made is None else made.over(blocks.select(row), blocks.select(column))
+
+        return BlockOperator(cell, blocks, symmetric=True, dtype=g.dtype, device=g.device)
 
     def hidden(self, tangent: Tangent) -> tuple[Tangent, Tensor]:
         """The tangents of the preactivations, and of the hidden units."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from curvlens.exact.jet import Bend, Jet, Layer, Tangent, over_tokens
-from curvlens.exact.result import Tokens
+from curvlens.exact.result import LossAt, Result, Tokens
+from curvlens.exact.tokenwise import Site, identity, outer, zero
 
 
 class Affine:
@@ -58,6 +59,15 @@ class Linear(Layer):
 
     def at(self, tokens: Tokens) -> LinearJet:
         return LinearJet(Affine(self.weights, "weight", tokens.stacked, "bias"))
+
+    def _hessian(self, tokens: Tokens, loss: LossAt, with_input: bool = False) -> Result:
+        """`H_o(W, W) = KS(x xᵀ, B)`, `H_f = 0`; with the block "input", products of the jet instead."""
+        if with_input:
+            return super()._hessian(tokens, loss, with_input)
+        affine = Affine(self.weights, "weight", tokens.stacked, "bias")
+        at, eye = loss(affine.output), identity(affine.output.shape[-1], affine.output)
+        sites = {"weight": Site(affine.x, eye), "bias": Site.of_bias(eye, affine.x)}
+        return Result(outer(sites, self.blocks, at), zero(self.blocks, affine.output), at)
 
 
 class LinearJet(Jet):

@@ -18,8 +18,12 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from curvlens.blocks import Blocks
 from curvlens.exact.jet import Bend, Jet, Layer, Tangent, over_tokens
-from curvlens.exact.result import Tokens
+from curvlens.exact.result import LossAt, Result, Tokens
+from curvlens.exact.tokenwise import Site, identity, outer
+from curvlens.operator import Operator
+from curvlens.structured import BlockOperator, KroneckerSum
 
 
 class LinearMLP(Layer):
@@ -36,6 +40,14 @@ class LinearMLP(Layer):
     def at(self, tokens: Tokens) -> LinearMLPJet:
         return LinearMLPJet(self, tokens.stacked)
 
+    def _hessian(self, tokens: Tokens, loss: LossAt, with_input: bool = False) -> Result:
+        """Kronecker sums over tokens; with the block "input", products of the jet instead."""
+        if with_input:
+            return super()._hessian(tokens, loss, with_input)
+        jet = self.at(tokens)
+        at = loss(jet.output)
+        return Result(outer(jet.sites(), self.blocks, at), jet.functional(self.blocks, at.gradient), at)
+
 
 class LinearMLPJet(Jet):
     """Derivatives of a product of matrices, layer by layer: linear in each, so only mixed second ones."""
@@ -50,8 +62,31 @@ class LinearMLPJet(Jet):
     def between(self, i: int, j: int) -> Tensor:
         """`M_ij = W_{i+1} … W_{j−1}`, counted from 0; the identity when `j = i + 1`."""
         matrix = self.matrices[i]
-        eye = torch.eye(matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
-        return reduce(torch.matmul, self.matrices[i + 1 : j], eye)
+        return reduce(torch.matmul, self.matrices[i + 1 : j], identity(matrix.shape[1], matrix))
+
+    def sites(self) -> dict[str, Site]:
+        """Where each matrix acts: its prefix and its suffix."""
+        depth = len(self.matrices)
+        return {
+            name: Site(prefix, self.between(i, depth))
+            for i, (name, prefix) in enumerate(zip(self.names, self.prefixes, strict=True))
+        }
+
+    def functional(self, blocks: Blocks, g: Tensor) -> BlockOperator:
+        """`Σ_m g_m ∂²F_m` over the matrices: nothing on the diagonal."""
+        sites = self.sites()
+
+        def cell(row: str, column: str) -> Operator | None:
+            i, j = self.names.index(row), self.names.index(column)
+            if i == j:
+                return None
+            if i > j:
+                return cell(column, row).T  # type: ignore[union-attr]
+            moment = sites[row].u.mT @ (g @ sites[column].V.mT)
+            made = KroneckerSum(moment, self.between(i, j), crossed=True)
+            return made.over(blocks.select(row), blocks.select(column))
+
+        return BlockOperator(cell, blocks, symmetric=True, dtype=g.dtype, device=g.device)
 
     def tangents(self, tangent: Tangent) -> list[Tensor]:
         """The tangents of the prefixes, and of the output last."""

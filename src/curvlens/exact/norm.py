@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from curvlens.exact.jet import Bend, Jet, Layer, Tangent
-from curvlens.exact.result import Tokens
+from curvlens.exact.result import LossAt, Result, Tokens
+from curvlens.exact.tokenwise import zero
+from curvlens.structured import BlockOperator, Dense
 
 
 class _Norm(Layer):
@@ -35,6 +37,28 @@ class _Norm(Layer):
 
     def at(self, tokens: Tokens) -> NormJet:
         return NormJet(self, tokens.stacked)
+
+    def _hessian(self, tokens: Tokens, loss: LossAt, with_input: bool = False) -> Result:
+        """`H_o(γ, γ) = Σ_i diag(n_i) B_i diag(n_i)`, `H_o(γ, β) = Σ_i diag(n_i) B_i`, `H_o(β, β) = Σ_i B_i`, `H_f = 0`.
+
+        With the block "input", which both parts have, products of the jet instead.
+        """
+        if with_input:
+            return super()._hessian(tokens, loss, with_input)
+        jet = self.at(tokens)
+        at = loss(jet.output)
+        slopes = {"weight": jet.n, "bias": torch.ones_like(jet.n)}
+
+        def cell(row: str, column: str) -> Dense:
+            if at.hessian.dim() == 1:
+                matrix = torch.diag(torch.einsum("n,na,na->a", at.hessian, slopes[row], slopes[column]))
+            else:
+                matrix = torch.einsum("na,nab,nb->ab", slopes[row], at.hessian, slopes[column])
+            return Dense(matrix, self.blocks.select(row), self.blocks.select(column))
+
+        n = jet.n
+        outer = BlockOperator(cell, self.blocks, symmetric=True, dtype=n.dtype, device=n.device)
+        return Result(outer, zero(self.blocks, n), at)
 
     def row_jacobians(self, X: Tensor) -> Tensor:
         """`∂z_i/∂x_i = r diag(γ) (C − n nᵀ/d)` of each row: `[*rows, d, d]`; other rows give zero."""
