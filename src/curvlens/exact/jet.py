@@ -86,15 +86,12 @@ class Layer(ABC):
     def input_jacobian(self, X: Sequences) -> list[Tensor]:
         """`∂f/∂x` of each sequence, dense: a list of `[L_b o, L_b d]`."""
         tokens = Tokens.of(X)
-        jet, units = self.at(tokens), unit_inputs(self, tokens)
-        return of_sequences(jet.push(units), tokens)
+        return input_jacobian(self, self.at(tokens), tokens)
 
     def input_hessian(self, X: Sequences, g: Sequences) -> list[Tensor]:
         """`Σ_m g_m ∂²f_m/∂x²` of each sequence, dense: a list of `[L_b d, L_b d]`."""
-        tokens, g = Tokens.of(X), Tokens.of(g).stacked
-        jet, units = self.at(tokens), unit_inputs(self, tokens)
-        moved = jet.along(g)(units, g.new_zeros(()).expand(len(units["input"]), *g.shape))
-        return of_sequences(moved["input"], tokens)
+        tokens = Tokens.of(X)
+        return input_hessian(self, self.at(tokens), tokens, Tokens.of(g).stacked)
 
     def _hessian(self, tokens: Tokens, loss: LossAt, with_input: bool = False) -> Result:
         """Products of both parts by `push`, `pull` and `along`; `with_input` adds the block "input"."""
@@ -137,6 +134,18 @@ def loss_hessian(at: TokenLoss) -> Quadratic:
 def still(layer: Layer, K: int) -> Tangent:
     """The zero tangents of a layer's weights, a stack of `K` that takes no memory."""
     return {name: w.new_zeros(()).expand(K, *w.shape) for name, w in layer.weights.items()}
+
+
+def input_jacobian(layer: Layer, jet: Jet, tokens: Tokens) -> list[Tensor]:
+    """`∂f/∂x` of each sequence by `max L · d` pushes, the jet being the layer's at these tokens."""
+    return of_sequences(jet.push(unit_inputs(layer, tokens)), tokens)
+
+
+def input_hessian(layer: Layer, jet: Jet, tokens: Tokens, g: Tensor) -> list[Tensor]:
+    """`Σ_m g_m ∂²f_m/∂x²` of each sequence in the same way."""
+    units = unit_inputs(layer, tokens)
+    moved = jet.along(g)(units, g.new_zeros(()).expand(len(units["input"]), *g.shape))
+    return of_sequences(moved["input"], tokens)
 
 
 def unit_inputs(layer: Layer, tokens: Tokens) -> Tangent:
