@@ -182,8 +182,8 @@ def hessian(
 ) -> Result:
     """The exact Hessian of `loss(layer(X), Y)` in all parameters of the layer, split at the layer's output.
 
-    `loss` is `"mse"` (`‖F − Y‖²/(L d_V)`, averaged over sequences), or `"cross-entropy"` (mean over scored
-    tokens; `Y` holds classes, −100 is not scored); or give the derivatives `g` and `B` of any loss that acts token by token, see `given`.
+    `loss` is `"mse"` (`‖F − Y‖²/(L d_V)`, averaged over sequences) or `"cross-entropy"` (mean over scored tokens;
+    `Y` holds classes, −100 is not scored); or give the derivatives `g` and `B` of any token-wise loss, see `given`.
 
     >>> import torch, curvlens.exact as exact
     >>> W = torch.eye(3, dtype=torch.float64)

@@ -49,7 +49,7 @@ class Full:
 
 
 class LowRank:
-    """A stack of products `l_i r_iᵀ`, from `l: [n, m, rank]` and `r: [n, p, rank]`; rank one from `[n, m]`, `[n, p]`."""
+    """A stack of products `l_i r_iᵀ`, from `l: [n, m, rank]` and `r: [n, p, rank]`, or `[n, m]`, `[n, p]`."""
 
     def __init__(self, left: Tensor, right: Tensor):
         self.left = left if left.dim() == 3 else left[..., None]
