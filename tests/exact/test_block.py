@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.autograd.functional import hessian, jacobian
 
 import curvlens.exact as exact
-from curvlens.exact.attention_jet import MultiHeadAttention
+from curvlens.exact.attention_jet import AttentionLayer
 from curvlens.exact.block import TransformerBlock, stack
 from curvlens.exact.chain import Chain
 from curvlens.exact.ffn import FeedForward
@@ -24,18 +24,28 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def attention(d, heads=1, k=2, v=2, out=None, causal=False, biased=False, seed=0):
-    widths = {"query": heads * k, "key": heads * k, "value": heads * v, "out": out}
-    biases = {n: randn(w, seed=seed + 9 + i) for i, (n, w) in enumerate(widths.items()) if biased and w}
-    return MultiHeadAttention(
+def self_attention(
+    d, heads=1, k=2, v=2, out=None, causal=False, biased=False, seed=0, kv_heads=None, **options
+):
+    kv_heads = kv_heads or heads
+    widths = {"Q": heads * k, "K": kv_heads * k, "V": kv_heads * v, "O": out}
+    biases = {
+        f"b_{n}": randn(w, seed=seed + 9 + i) for i, (n, w) in enumerate(widths.items()) if biased and w
+    }
+    return exact.SelfAttention(
         randn(d, heads * k, seed=seed + 1),
-        randn(d, heads * k, seed=seed + 2),
-        randn(d, heads * v, seed=seed + 3),
-        None if out is None else randn(heads * v, out, seed=seed + 4),
-        heads,
-        causal,
-        biases=biases,
+        randn(d, kv_heads * k, seed=seed + 2),
+        randn(d, kv_heads * v, seed=seed + 3),
+        W_O=None if out is None else randn(heads * v, out, seed=seed + 4),
+        heads=heads,
+        causal=causal,
+        **biases,
+        **options,
     )
+
+
+def attention(*shape, **options):
+    return AttentionLayer(self_attention(*shape, **options))
 
 
 def plain_attention(w, X, heads, causal, prefix=""):
@@ -91,7 +101,7 @@ def plain_block(w, X, placement, heads, causal, activation, eps=1e-5, prefix="",
 
 
 def block(d=3, m=5, placement="post", heads=1, causal=False, activation="gelu", rms=False, seed=0, **options):
-    attn = attention(d, heads, out=d, causal=causal, seed=seed, **options)
+    attn = self_attention(d, heads, out=d, causal=causal, seed=seed, **options)
     mlp = FeedForward(
         randn(d, m, seed=seed + 21),
         randn(m, d, seed=seed + 22),
@@ -149,6 +159,44 @@ def test_block_is_its_definition_differentiated(placement, options):
 
     check_jet(layer, X, plain)
     check_by_differences(layer, X, plain)
+
+
+@pytest.mark.parametrize("activation", ["linear", "sigmoid", "row map"])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_other_attention_maps_shared_heads_and_masks(activation, kv_heads):
+    maps = {"linear": lambda T: T, "sigmoid": torch.sigmoid, "row map": lambda T: T.softmax(-1)}
+
+    def softmax_first(T):
+        p = T.softmax(-1)
+        return torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
+
+    def softmax_second(T, u):
+        p = T.softmax(-1)
+        e = p * (u - (p * u).sum(-1, keepdim=True))
+        return torch.diag_embed(e) - p[..., :, None] * e[..., None, :] - e[..., :, None] * p[..., None, :]
+
+    named = (
+        exact.RowMap(maps["row map"], softmax_first, softmax_second) if "row" in activation else activation
+    )
+    mask = torch.tensor([[True, False, True], [True, True, False], [True, True, True]])
+    layer = attention(3, 2, out=3, biased=True, kv_heads=kv_heads, activation=named, mask=mask)
+
+    def definition(w, X):
+        results = []
+        for x in X:
+            q, k, v = ((x @ w[n] + w[f"{n}.bias"]).split(2, dim=-1) for n in ("query", "key", "value"))
+            parts = []
+            for h in range(2):
+                T = q[h] @ k[h * kv_heads // 2].T / math.sqrt(2)
+                if activation == "row map":
+                    A = maps[activation](T.masked_fill(~mask, -math.inf))
+                else:
+                    A = maps[activation](T) * mask
+                parts.append(A @ v[h * kv_heads // 2])
+            results.append(torch.cat(parts, -1) @ w["out"] + w["out.bias"])
+        return torch.stack(results)
+
+    check_jet(layer, randn(2, 3, 3), definition)
 
 
 def test_one_token():
@@ -264,9 +312,9 @@ def test_heads_causal_masks_and_padding_do_not_mix_sequences():
 
 def test_messages():
     with pytest.raises(ValueError, match="norm 'pre', 'post' or 'none'"):
-        TransformerBlock(attention(2, out=2), FeedForward(randn(2, 2), randn(2, 2)), norm="both")
+        TransformerBlock(self_attention(2, out=2), FeedForward(randn(2, 2), randn(2, 2)), norm="both")
     with pytest.raises(ValueError, match="expected an output of width 3"):
         Chain([("head", Linear(randn(3, 2)))], residual=True)(randn(2, 3))
-    odd = randn(2, 3)
-    with pytest.raises(ValueError, match="divided by 2 heads"):
-        MultiHeadAttention(odd, odd, odd, heads=2)
+    W = randn(2, 2)
+    with pytest.raises(ValueError, match="heads side by side, got W_QK"):
+        AttentionLayer(exact.SelfAttention(W_QK=W, W_V=W))

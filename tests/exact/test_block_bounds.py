@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from curvlens.exact.attention_jet import MultiHeadAttention
+from curvlens.exact import SelfAttention
+from curvlens.exact.attention_jet import AttentionLayer
 from curvlens.exact.block import stack
 from curvlens.exact.block_bounds import block_bounds, first, second
 from curvlens.exact.linear import Linear
@@ -71,6 +72,7 @@ def test_no_sublayer_exceeds_its_bounds(kind, L, scale, seed):
             [randn(d, 3, seed=seed), randn(3, 3, seed=seed + 1), randn(3, 2, seed=seed + 2)]
         ),
         "attention": lambda: attention(d, 2, 2, 2, 3, False, True, seed),
+        "grouped": lambda: attention(d, 4, 2, 2, 3, False, False, seed, kv_heads=2),
         "causal": lambda: attention(d, 1, 2, 2, None, True, False, seed),
     }
     layer = make[kind]()
@@ -124,9 +126,9 @@ def test_attention_of_all_to_one_has_norm_root_L():
     X[0, 0] = 1e3
     W = torch.eye(2, dtype=torch.float64)
     toward_first = torch.tensor([[0.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
-    layer = MultiHeadAttention(toward_first, W, W)
+    layer = AttentionLayer(SelfAttention(toward_first, W, W))
     jet = layer.at(Tokens.of(X))
-    assert abs(norm(jet.P[0, 0]) - math.sqrt(L)) < 1e-12
+    assert abs(norm(jet.A[0, 0]) - math.sqrt(L)) < 1e-12
     assert first(jet)["value"] >= norm(layer.jacobian(X).block("output", "value").dense())
 
 

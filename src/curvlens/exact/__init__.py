@@ -2,6 +2,30 @@
 
 from curvlens.exact.attention import SelfAttention
 from curvlens.exact.attention_map import Elementwise, RowMap
+from curvlens.exact.block import TransformerBlock, stack
+from curvlens.exact.block_bounds import block_bounds
+from curvlens.exact.chain import Chain
+from curvlens.exact.ffn import FeedForward
+from curvlens.exact.linear import Linear
+from curvlens.exact.mlp import LinearMLP
+from curvlens.exact.norm import LayerNorm, RMSNorm
+from curvlens.exact.propagation import propagation
 from curvlens.exact.result import Result, hessian
 
-__all__ = ["Elementwise", "Result", "RowMap", "SelfAttention", "hessian"]
+__all__ = [
+    "Chain",
+    "Elementwise",
+    "FeedForward",
+    "LayerNorm",
+    "Linear",
+    "LinearMLP",
+    "RMSNorm",
+    "Result",
+    "RowMap",
+    "SelfAttention",
+    "TransformerBlock",
+    "block_bounds",
+    "hessian",
+    "propagation",
+    "stack",
+]

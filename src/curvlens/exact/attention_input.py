@@ -26,7 +26,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvlens.exact.attention_jet import AttentionJet, MultiHeadAttention
+from curvlens.exact.attention import SelfAttention
+from curvlens.exact.attention_jet import AttentionLayer
+from curvlens.exact.attention_map import Softmax
 from curvlens.exact.result import Tokens
 
 
@@ -40,9 +42,14 @@ class Roles:
     hessian: Tensor  # [h, j, w, m, w]: of Σ y·o by u_j and u_m
 
     @classmethod
-    def of(cls, layer: MultiHeadAttention, x: Tensor, g: Tensor) -> Roles:
-        jet = AttentionJet(layer, Tokens(x, (len(x),)))
-        q, k, v, A, o = (part[0] for part in (jet.q, jet.k, jet.v, jet.P, jet.o))  # [h, L, …]
+    def of(cls, layer: SelfAttention, x: Tensor, g: Tensor) -> Roles:
+        if not isinstance(layer.activation, Softmax) or set(layer.groups.values()) != {layer.heads}:
+            raise ValueError(
+                "expected softmax attention with as many key and value heads as query heads for these matrices; "
+                "take AttentionLayer(layer).input_hessian(x, g), by products, for any other"
+            )
+        jet = AttentionLayer(layer).at(Tokens(x, (len(x),)))
+        q, k, v, A, o = (part[0] for part in (jet.q, jet.k, jet.v, jet.A, jet.o))  # [h, L, …]
         y = jet.by.split(g @ jet.out.W.mT if jet.out else g)[0]
         W = torch.cat(
             [layer.weights[n].unflatten(1, (layer.heads, -1)) for n in ("query", "key", "value")], dim=2
@@ -91,24 +98,23 @@ def _second(s: float, q: Tensor, v: Tensor, A: Tensor, o: Tensor, kappa: Tensor,
     return torch.cat([torch.cat(row, dim=4) for row in rows], dim=2)
 
 
-def input_jacobian(layer: MultiHeadAttention, x: Tensor) -> Tensor:
+def input_jacobian(layer: SelfAttention, x: Tensor) -> Tensor:
     """`∂z/∂x`: `[L o, L d]` for one sequence `x: [L, d]`."""
-    o = layer.weights["out"].shape[1] if "out" in layer.weights else layer.weights["value"].shape[1]
-    roles = Roles.of(layer, x, x.new_zeros(len(x), o))
+    roles = Roles.of(layer, x, x.new_zeros(len(x), layer.outputs))
     J = torch.einsum("hicmw,hdw->ihcmd", roles.jacobian, roles.W).flatten(1, 2)
     if "out" in layer.weights:
         J = torch.einsum("icmd,co->iomd", J, layer.weights["out"])
     return J.flatten(2).flatten(0, 1)
 
 
-def input_hessian(layer: MultiHeadAttention, x: Tensor, g: Tensor) -> Tensor:
+def input_hessian(layer: SelfAttention, x: Tensor, g: Tensor) -> Tensor:
     """`Σ_m g_m ∂²z_m/∂x²`: `[L d, L d]` for one sequence."""
     roles = Roles.of(layer, x, g)
     H = torch.einsum("haw,hjwmz,hbz->jamb", roles.W, roles.hessian, roles.W)
     return H.flatten(2).flatten(0, 1)
 
 
-def mixed_hessian(layer: MultiHeadAttention, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+def mixed_hessian(layer: SelfAttention, x: Tensor, g: Tensor) -> dict[str, Tensor]:
     """`Σ_m g_m ∂²z_m/∂θ∂x` of every weight: `[weight entries, L d]` for one sequence."""
     roles, d = Roles.of(layer, x, g), x.shape[1]
     to_input = torch.einsum("hjwmz,hbz->hjwmb", roles.hessian, roles.W)  # by u_j and x_m
@@ -124,5 +130,5 @@ def mixed_hessian(layer: MultiHeadAttention, x: Tensor, g: Tensor) -> dict[str, 
     if "out" in layer.weights:
         by_input = torch.einsum("hicmw,hdw->hcimd", roles.jacobian, roles.W)
         found["out"] = torch.einsum("hcimd,io->hcomd", by_input, g).flatten(3).flatten(0, 2)
-        found["out.bias"] = x.new_zeros(g.shape[1], x.numel())
-    return {name: block for name, block in found.items() if name in layer.weights}
+    found["out.bias"] = x.new_zeros(g.shape[1], x.numel())
+    return {name: block for name, block in found.items() if name in layer.blocks}

@@ -1,15 +1,18 @@
-"""The multi-head attention sublayer with respect to everything: weights, and the input in its three roles.
+"""The attention sublayer with respect to everything: weights, and the input in its three roles.
 
-`q = x W_Q + b_Q` and so on by heads, `P = softmax(s q kᵀ)` by rows, `z = [P v]_heads W_O + b_O`. The input enters as
-query, as key and as value, all three through affine maps, so its derivatives are those of
+`q = x W_Q + b_Q` and so on by heads, `A = a(s q kᵀ)` by rows, `z = [A v]_heads W_O + b_O`. The input enters as query,
+as key and as value, all three through affine maps, so its derivatives are those of
 
-    f(q, k, v) = P v,   with   Ṡ = s (q̇ kᵀ + q k̇ᵀ),   Ṗ = P ∘ (Ṡ − rowsum(P ∘ Ṡ)),   ȯ = Ṗ v + P v̇,
+    f(q, k, v) = A v,   with   Ṡ = s (q̇ kᵀ + q k̇ᵀ),   Ȧ = (∂a) Ṡ,   ȯ = Ȧ v + A v̇,
 
-followed by those maps. With the gradient `do` at `o = P v`, `dP = do vᵀ`, `δ = rowsum(do ∘ o)` and
-`dS = P ∘ (dP − δ)`, the gradients are `dq = s dS k`, `dk = s dSᵀ q`, `dv = Pᵀ do`, and their derivatives
+followed by those maps. With the gradient `do` at `o = A v`, `dA = do vᵀ` and `dS = (∂a)ᵀ dA`, the gradients are
+`dq = s dS k`, `dk = s dSᵀ q`, `dv = Aᵀ do`, and their derivatives
 
-    dṖ = ḋo vᵀ + do v̇ᵀ,   δ̇ = rowsum(ḋo ∘ o + do ∘ ȯ),   dṠ = Ṗ ∘ (dP − δ) + P ∘ (dṖ − δ̇),
-    dq̇ = s (dṠ k + dS k̇),   dk̇ = s (dṠᵀ q + dSᵀ q̇),   dv̇ = Ṗᵀ do + Pᵀ ḋo.
+    dȦ = ḋo vᵀ + do v̇ᵀ,   dṠ = (∂a)ᵀ dȦ + (Σ_j dA_j ∂²a_j) Ṡ,
+    dq̇ = s (dṠ k + dS k̇),   dk̇ = s (dṠᵀ q + dSᵀ q̇),   dv̇ = Ȧᵀ do + Aᵀ ḋo.
+
+For softmax `(∂a) Ṡ = A ∘ (Ṡ − rowsum(A ∘ Ṡ))`, which is symmetric, and the last term of `dṠ` is
+`Ȧ ∘ (dA − rowsum(A ∘ dA)) − A ∘ rowsum(Ȧ ∘ dA)`.
 
 The closed forms of `attention`, moments included, are these contracted with the tokens; here nothing is summed
 beforehand, so that sublayers below and above can be reached. Memory is `O(L²)` a head.
@@ -17,150 +20,175 @@ beforehand, so that sublayers below and above can be reached. Memory is `O(L²)`
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from curvlens.exact.attention import SelfAttention
+from curvlens.exact.attention_map import GeneralMoments, RowMoments
 from curvlens.exact.jet import Bend, Jet, Layer, Tangent
 from curvlens.exact.linear import Affine
 from curvlens.exact.result import Tokens
 
 
-class MultiHeadAttention(Layer):
-    """`[softmax(q_h k_hᵀ / (t √d_K)) v_h]_h W_O + b_O` over blocks "query", "key", "value", "out" and biases.
+class AttentionLayer(Layer):
+    """A `SelfAttention` as a layer of chains, over its own blocks "query", "key", "value", "out" and biases."""
 
-    `query`, `key`: `[d, heads d_K]`; `value`: `[d, heads d_V]`; `out`: `[heads d_V, o]`, or None for none.
-    `biases` holds any of the four names. `causal`: a token sees itself and those before it.
-    """
-
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor | None = None,
-        heads: int = 1,
-        causal: bool = False,
-        temperature: float = 1.0,
-        biases: dict[str, Tensor] | None = None,
-    ):
-        matrices = {"query": query, "key": key, "value": value}
-        if out is not None:
-            matrices["out"] = out
-        if (
-            query.shape != key.shape
-            or value.shape[0] != query.shape[0]
-            or query.shape[1] % heads
-            or value.shape[1] % heads
-            or (out is not None and out.shape[0] != value.shape[1])
-        ):
+    def __init__(self, attention: SelfAttention):
+        if attention.stacked or "query_key" in attention.weights:
             raise ValueError(
-                f"expected query and key [d, k], value [d, v], out [v, o], with k and v divided by {heads} heads, got "
-                + ", ".join(f"{name} {list(w.shape)}" for name, w in matrices.items())
+                "expected an attention with W_Q and W_K as matrices, heads side by side, got "
+                f"{'stacks of heads' if attention.stacked else 'W_QK'}; give W_Q [d, H k] and so on with heads=H"
             )
-        biases = biases or {}
-        for name, bias in biases.items():
-            if name not in matrices or bias.shape != matrices[name].shape[1:]:
-                raise ValueError(f"expected a bias of the width of one of {list(matrices)}, got {name!r}")
-        self.weights = {}
-        for name, matrix in matrices.items():
-            self.weights[name] = matrix
-            if name in biases:
-                self.weights[f"{name}.bias"] = biases[name]
-        self.heads, self.causal = heads, causal
-        self.scale = 1 / (temperature * math.sqrt(query.shape[1] // heads))
+        self.attention = attention
+        self.weights = dict(attention.weights)
+        self.weights.update({f"{kind}.bias": bias for kind, bias in attention.biases.items()})
 
     def at(self, tokens: Tokens) -> AttentionJet:
         return AttentionJet(self, tokens)
 
 
-class Heads:
+class Sequences:
     """Between tokens `[…, n, heads w]` and padded sequences by heads `[…, batch, heads, L, w]`."""
 
-    def __init__(self, tokens: Tokens, heads: int, causal: bool):
+    def __init__(self, attention: SelfAttention, tokens: Tokens):
         lengths, device = torch.tensor(tokens.lengths), tokens.stacked.device
-        self.batch, self.L, self.heads = len(lengths), int(lengths.max()), heads
+        self.batch, self.L, self.heads = len(lengths), int(lengths.max()), attention.heads
         real = torch.arange(self.L) < lengths[:, None]
-        self.at = None if bool(real.all()) else real.flatten().nonzero()[:, 0].to(device)
-        allowed = real[:, None, None, :].expand(-1, -1, self.L, -1)
-        if causal:
-            allowed = allowed & torch.ones(self.L, self.L, dtype=torch.bool).tril()
-        self.hidden = ~allowed.to(device)  # [batch, 1, L, L]: what a query does not see
+        padded = not bool(real.all())
+        self.at = real.flatten().nonzero()[:, 0].to(device) if padded else None
+        self.mask: Tensor | None = None  # [batch, 1, L, L]
+        masks = attention.masks(tokens)
+        if padded or any(mask is not None for mask in masks):
+            seen = real[:, None, :].repeat(1, self.L, 1).to(device)
+            for where, length, mask in zip(seen, tokens.lengths, masks, strict=True):
+                if mask is not None:
+                    where[:length, :length] = mask
+            self.mask = seen[:, None]
 
-    def split(self, x: Tensor) -> Tensor:
+    def split(self, x: Tensor, groups: int | None = None) -> Tensor:
+        """By heads; `groups` of them in `x`, each shared by neighbours."""
         if self.at is not None:
-            padded = x.new_zeros(*x.shape[:-2], self.batch * self.L, x.shape[-1])
-            x = padded.index_copy(-2, self.at, x)
-        x = x.unflatten(-2, (self.batch, self.L)).unflatten(-1, (self.heads, -1))
-        return x.transpose(-2, -3)
+            room = x.new_zeros(*x.shape[:-2], self.batch * self.L, x.shape[-1])
+            x = room.index_copy(-2, self.at, x)
+        x = x.unflatten(-2, (self.batch, self.L)).unflatten(-1, (groups or self.heads, -1))
+        x = x.transpose(-2, -3)
+        shared = self.heads // x.shape[-3]
+        return x if shared == 1 else x.repeat_interleave(shared, dim=-3)
 
-    def join(self, x: Tensor) -> Tensor:
+    def join(self, x: Tensor, groups: int | None = None) -> Tensor:
+        """The adjoint of `split`: shared heads are summed."""
+        if groups is not None and groups < self.heads:
+            x = x.unflatten(-3, (groups, -1)).sum(-3)
         x = x.transpose(-2, -3).flatten(-2).flatten(-3, -2)
         return x if self.at is None else x.index_select(-2, self.at)
 
 
-class AttentionJet(Jet):
-    """First and second derivatives of a multi-head attention sublayer, in some 25 matrix products a tangent."""
+class Rows:
+    """First and second derivatives of the row-wise map `A = a(S)` at one point."""
 
-    def __init__(self, layer: MultiHeadAttention, tokens: Tokens):
-        self.by = Heads(tokens, layer.heads, layer.causal)
-        self.s = layer.scale
+    def __init__(self, A: Tensor, moments: RowMoments):
+        self.A, self.moments, self.softmax = A, moments, moments.centred
+
+    def push(self, S: Tensor) -> Tensor:
+        """`(∂a) Ṡ`."""
+        D = self.moments.first
+        if isinstance(self.moments, GeneralMoments):
+            return (D @ S[..., None])[..., 0]
+        return D * (S - _rowsum(D * S)) if self.softmax else D * S
+
+    def pull(self, dA: Tensor) -> Tensor:
+        """`(∂a)ᵀ dA`."""
+        if isinstance(self.moments, GeneralMoments):
+            return (self.moments.first.mT @ dA[..., None])[..., 0]
+        return self.push(dA)  # symmetric
+
+    def bend(self, dA: Tensor, S: Tensor, A: Tensor) -> Tensor:
+        """`(Σ_j dA_j ∂²a_j) Ṡ`, for one `dA` and a stack of `Ṡ` with their `Ȧ`."""
+        if isinstance(self.moments, GeneralMoments):
+            return (self.moments._second(dA) @ S[..., None])[..., 0]
+        if self.softmax:
+            return A * (dA - _rowsum(self.A * dA)) - self.A * _rowsum(A * dA)
+        return self.moments.second_weights * dA * S
+
+
+class AttentionJet(Jet):
+    """First and second derivatives of an attention sublayer, in some 25 matrix products a tangent."""
+
+    def __init__(self, layer: AttentionLayer, tokens: Tokens):
+        attention = layer.attention
+        attention._check_tokens(tokens)
+        self.by, self.s = Sequences(attention, tokens), attention.scale
+        self.groups = attention.groups
         self.inner = {name: Affine(layer.weights, name, tokens.stacked) for name in ("query", "key", "value")}
-        self.q, self.k, self.v = (self.by.split(affine.output) for affine in self.inner.values())
-        scores = (self.s * self.q @ self.k.mT).masked_fill(self.by.hidden, -math.inf)
-        self.P = scores.softmax(-1)
-        self.o = self.P @ self.v
+        self.q, self.k, self.v = (self.split(name, affine.output) for name, affine in self.inner.items())
+        S = self.s * self.q @ self.k.mT
+        self.A = attention.activation.attend(S, self.by.mask)
+        self.rows = Rows(self.A, attention.activation.moments(S, self.A, self.by.mask))
+        self.o = self.A @ self.v
         joined = self.by.join(self.o)
         self.out = Affine(layer.weights, "out", joined) if "out" in layer.weights else None
+        self.out_bias = "out.bias" in layer.weights and self.out is None
         self.output = self.out.output if self.out else joined
+        if self.out_bias:
+            self.output = self.output + layer.weights["out.bias"]
 
-    def inside(self, tangent: Tangent) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The tangents `q̇, k̇, v̇`, then `Ṗ` and `ȯ`."""
-        q, k, v = (self.by.split(a.push(tangent, tangent["input"])) for a in self.inner.values())
+    def split(self, name: str, x: Tensor) -> Tensor:
+        return self.by.split(x, self.groups[name])
+
+    def join(self, name: str, x: Tensor) -> Tensor:
+        return self.by.join(x, self.groups[name])
+
+    def inside(self, tangent: Tangent) -> dict[str, Tensor]:
+        """The tangents `q̇, k̇, v̇, Ṡ, Ȧ, ȯ`."""
+        q, k, v = (self.split(n, a.push(tangent, tangent["input"])) for n, a in self.inner.items())
         S = self.s * (q @ self.k.mT + self.q @ k.mT)
-        P = self.P * (S - (self.P * S).sum(-1, keepdim=True))
-        return q, k, v, P, P @ self.v + self.P @ v
+        A = self.rows.push(S)
+        return {"q": q, "k": k, "v": v, "S": S, "A": A, "o": A @ self.v + self.A @ v}
 
     def push(self, tangent: Tangent) -> Tensor:
-        joined = self.by.join(self.inside(tangent)[-1])
+        joined = self.by.join(self.inside(tangent)["o"])
+        if self.out_bias:
+            joined = joined + tangent["out.bias"][:, None]
         return self.out.push(tangent, joined) if self.out else joined
 
-    def gradients(self, do: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """`dq, dk, dv`, then `dP − δ` and `dS`."""
-        dP = do @ self.v.mT - (do * self.o).sum(-1, keepdim=True)
-        dS = self.P * dP
-        return self.s * dS @ self.k, self.s * dS.mT @ self.q, self.P.mT @ do, dP, dS
+    def gradients(self, do: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """The gradients at queries, keys and values, joined; then `dA` and `dS`."""
+        dA = do @ self.v.mT
+        dS = self.rows.pull(dA)
+        by_role = {"query": self.s * dS @ self.k, "key": self.s * dS.mT @ self.q, "value": self.A.mT @ do}
+        return {name: self.join(name, d) for name, d in by_role.items()}, dA, dS
 
     def pull(self, g: Tensor) -> Tangent:
-        gradient: Tangent = {}
-        do = self.by.split(self.out.pull(g, gradient) if self.out else g)
-        upstream = map(self.by.join, self.gradients(do)[:3])
-        parts = [a.pull(d, gradient) for a, d in zip(self.inner.values(), upstream, strict=True)]
+        gradient: Tangent = {"out.bias": g.sum(-2)} if self.out_bias else {}
+        upstream, _, _ = self.gradients(self.by.split(self.out.pull(g, gradient) if self.out else g))
+        parts = [affine.pull(upstream[name], gradient) for name, affine in self.inner.items()]
         return {**gradient, "input": parts[0] + parts[1] + parts[2]}
 
     def along(self, g: Tensor) -> Bend:
         do = self.by.split(g @ self.out.W.mT if self.out else g)
-        dq, dk, dv, dP, dS = self.gradients(do)
-        upstream = [self.by.join(d) for d in (dq, dk, dv)]
+        upstream, dA, dS = self.gradients(do)
 
         def bend(tangent: Tangent, turn: Tensor) -> Tangent:
-            gradient: Tangent = {}
-            q, k, v, P, o = self.inside(tangent)
+            gradient: Tangent = {"out.bias": turn.sum(-2)} if self.out_bias else {}
+            moved = self.inside(tangent)
             if self.out:
-                turn = self.out.bend(g, tangent, self.by.join(o), turn, gradient)
+                turn = self.out.bend(g, tangent, self.by.join(moved["o"]), turn, gradient)
             do_turn = self.by.split(turn)
-            dP_turn = do_turn @ self.v.mT + do @ v.mT - (do_turn * self.o + do * o).sum(-1, keepdim=True)
-            dS_turn = P * dP + self.P * dP_turn
-            turns = (
-                self.s * (dS_turn @ self.k + dS @ k),
-                self.s * (dS_turn.mT @ self.q + dS.mT @ q),
-                P.mT @ do + self.P.mT @ do_turn,
-            )
+            dA_turn = do_turn @ self.v.mT + do @ moved["v"].mT
+            dS_turn = self.rows.pull(dA_turn) + self.rows.bend(dA, moved["S"], moved["A"])
+            turns = {
+                "query": self.s * (dS_turn @ self.k + dS @ moved["k"]),
+                "key": self.s * (dS_turn.mT @ self.q + dS.mT @ moved["q"]),
+                "value": moved["A"].mT @ do + self.A.mT @ do_turn,
+            }
             parts = [
-                affine.bend(d, tangent, tangent["input"], self.by.join(d_turn), gradient)
-                for affine, d, d_turn in zip(self.inner.values(), upstream, turns, strict=True)
+                affine.bend(upstream[name], tangent, tangent["input"], self.join(name, turns[name]), gradient)
+                for name, affine in self.inner.items()
             ]
             return {**gradient, "input": parts[0] + parts[1] + parts[2]}
 
         return bend
+
+
+def _rowsum(x: Tensor) -> Tensor:
+    return x.sum(-1, keepdim=True)

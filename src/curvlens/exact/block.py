@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from curvlens.exact.attention_jet import MultiHeadAttention
+from curvlens.exact.attention import SelfAttention
+from curvlens.exact.attention_jet import AttentionLayer
 from curvlens.exact.chain import Chain
 from curvlens.exact.ffn import FeedForward
 from curvlens.exact.jet import Layer
@@ -26,7 +27,8 @@ Placement = Literal["post", "pre", "none"]
 class TransformerBlock(Chain):
     """A block over "attn.query", …, "norm1", "norm1.bias", "mlp.up", …, "norm2", …
 
-    >>> block = TransformerBlock(attn, mlp, norm1, norm2, norm="pre")
+    >>> attn = exact.SelfAttention(W_Q, W_K, W_V, W_O=W_O, heads=4, causal=True)
+    >>> block = TransformerBlock(attn, exact.FeedForward(W_1, W_2), norm1, norm2, norm="pre")
     >>> R = exact.hessian(block, X, Y)
     >>> R.total.block("attn.query", "mlp.up").dense()
 
@@ -35,7 +37,7 @@ class TransformerBlock(Chain):
 
     def __init__(
         self,
-        attn: MultiHeadAttention,
+        attn: SelfAttention,
         mlp: FeedForward,
         norm1: Norm | None = None,
         norm2: Norm | None = None,
@@ -47,7 +49,8 @@ class TransformerBlock(Chain):
             raise ValueError("expected no norms with norm='none'; say norm='pre' or norm='post'")
         self.norm: Placement = norm
         super().__init__(
-            _sublayer(norm, "attn", attn, "norm1", norm1) + _sublayer(norm, "mlp", mlp, "norm2", norm2)
+            _sublayer(norm, "attn", AttentionLayer(attn), "norm1", norm1)
+            + _sublayer(norm, "mlp", mlp, "norm2", norm2)
         )
 
 

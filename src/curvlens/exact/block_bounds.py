@@ -36,7 +36,7 @@ from curvlens.exact.jet import Jet, Layer
 from curvlens.exact.linear import Affine, LinearJet
 from curvlens.exact.mlp import LinearMLPJet
 from curvlens.exact.norm import NormJet
-from curvlens.exact.result import Sequences, Tokens, hessian, loss_at
+from curvlens.exact.result import Sequences, Tokens, loss_at
 
 First = dict[str, float]  # of the output by a weight or "input"
 Second = dict[tuple[str, str], float]  # of a pair, in both orders; what is left out is zero
@@ -95,7 +95,7 @@ def block_bounds(
     B = at.hessian.abs().max() if at.hessian.dim() == 1 else _norm(at.hessian).max()
     norms = None
     if true:
-        H, blocks = hessian(layer, X, Y, loss=loss, **given).total.dense(), layer.blocks
+        H, blocks = layer._hessian(tokens, loss_at(tokens, Y, loss, **given)).total.dense(), layer.blocks
         rows = H.split([block.size for block in blocks])
         norms = torch.stack(
             [
@@ -235,33 +235,45 @@ def _(jet: FeedForwardJet, g: Tensor) -> Second:
 def _(jet: AttentionJet) -> First:
     out = _size(jet.out.W) if jet.out else 1.0
     slopes = {name: out * size for name, size in _attention_slopes(jet).items()}
-    return _affine_first(jet.inner, slopes, jet.out)
+    found = _affine_first(jet.inner, slopes, jet.out)
+    return {**found, "out.bias": math.sqrt(len(jet.output))} if jet.out_bias else found
 
 
 @second.register
 def _(jet: AttentionJet, g: Tensor) -> Second:
     do = jet.by.split(g @ jet.out.W.mT if jet.out else g)
-    dq, dk, dv, dP, dS = jet.gradients(do)
+    upstream, dA, dS = jet.gradients(do)
     s, q, k, y = jet.s, _norm(jet.q), _norm(_centred(jet.k, jet)), _norm(do)
-    e = (dP * (jet.P > 0)).abs().amax((-1, -2)) / 2
+    e = (dA - (jet.A * dA).sum(-1, keepdim=True)).where(jet.A > 0, 0).abs().amax((-1, -2)) / 2
     bends = _Pairs()
-    bends.both("query", "query", (s * s * k * k * e).max().item())
-    bends.both("key", "key", (s * s * q * q * e).max().item())
-    bends.both("query", "key", (s * s * k * q * e + s * _norm(dS)).max().item())
-    bends.both("query", "value", (s / 2 * y * k).max().item())
-    bends.both("key", "value", (s / 2 * y * q).max().item())
-    upstream = dict(zip(jet.inner, map(jet.by.join, (dq, dk, dv)), strict=True))
+    of_heads = {
+        ("query", "query"): s * s * k * k * e,
+        ("key", "key"): s * s * q * q * e,
+        ("query", "key"): s * s * k * q * e + s * _norm(dS),
+        ("query", "value"): s / 2 * y * k,
+        ("key", "value"): s / 2 * y * q,
+    }
+    for (a, b), sizes in of_heads.items():
+        bends.both(a, b, sizes.max().item() * _shared(jet, a) * _shared(jet, b))
     return _affine_second(jet.inner, _attention_slopes(jet), bends, upstream, jet.out, g)
 
 
 def _attention_slopes(jet: AttentionJet) -> First:
     """Bounds of `∂o/∂q`, `∂o/∂k`, `∂o/∂v`: the largest over sequences and heads, which do not mix here."""
+    if not jet.rows.softmax:
+        raise ValueError("expected softmax attention: bounds of other attention maps are not known")
     q, k, v = _norm(jet.q), _norm(_centred(jet.k, jet)), _norm(_centred(jet.v, jet))
-    return {
+    slopes = {
         "query": (jet.s / 2 * k * v).max().item(),
         "key": (jet.s / 2 * q * v).max().item(),
-        "value": jet.P.sum(-2).max().sqrt().item(),
+        "value": jet.A.sum(-2).max().sqrt().item(),
     }
+    return {name: slope * _shared(jet, name) for name, slope in slopes.items()}
+
+
+def _shared(jet: AttentionJet, name: str) -> float:
+    """How a head repeated for `m` query heads is felt by them together: `√m` times as much."""
+    return math.sqrt(jet.by.heads / jet.groups[name])
 
 
 def _centred(x: Tensor, jet: AttentionJet) -> Tensor:
