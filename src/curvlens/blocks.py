@@ -59,6 +59,14 @@ class Slice:
             (*lead, *self.size), (*stride, *self.stride), tensor.storage_offset() + self.offset
         )
 
+    @property
+    def transposition(self) -> tuple[int, ...] | None:
+        """The order of dimensions that makes the slice the whole parameter; None when it is but a part."""
+        order = tuple(sorted(range(len(self.size)), key=lambda dim: -self.stride[dim]))
+        whole = torch.empty(self.parameter_shape, device="meta")
+        as_whole = (tuple(self.size[dim] for dim in order), tuple(self.stride[dim] for dim in order))
+        return order if as_whole == (tuple(whole.shape), whole.stride()) and not self.offset else None
+
     def entries(self) -> Tensor:
         """The positions in the flattened parameter that the slice covers, in the slice's own order."""
         positions = torch.arange(math.prod(self.parameter_shape)).view(self.parameter_shape)
@@ -260,34 +268,43 @@ class Blocks:
 
     def from_parameters(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """Gather these blocks from parameter-shaped tensors (or stacks of them) into a flat vector or stack."""
-        parts = []
-        for block in self._blocks:
-            source = _source(block)
-            tensor = parameters[source.parameter].detach()
-            lead = tensor.shape[: tensor.dim() - len(source.parameter_shape)]
-            parts.append(source.view(tensor.contiguous()).reshape(*lead, block.size))
-        return torch.cat(parts, dim=-1)
+        some = next(iter(parameters.values()))
+        lead = some.shape[: some.dim() - len(self.parameters[next(iter(parameters))])]
+        vector = some.new_empty((*lead, self.size))
+        self.gather(parameters, vector)
+        return vector
+
+    def gather(self, parameters: Mapping[str, Tensor], vector: Tensor, add: bool = False) -> None:
+        """`from_parameters` into a given vector or stack, or added to it."""
+        for name, part in self.split(vector).items():
+            source = _source(self[name])
+            found = source.view(parameters[source.parameter].detach().contiguous())
+            if source.size != self[name].shape:
+                found = found.reshape(part.shape)
+            part.add_(found) if add else part.copy_(found)
 
     def to_parameters(self, vector: Tensor) -> dict[str, Tensor]:
         """Scatter a flat vector `[size]` or a stack `[K, size]` into parameter-shaped tensors.
 
-        The parameters are those the blocks lie in; entries outside of the blocks are zero.
+        The parameters are those the blocks lie in; entries outside of the blocks are zero. A parameter that is
+        one block, transposed or not, is a view of the vector.
         """
-        lead = vector.shape[:-1]
-        # a parameter that its blocks cover need not be zeroed first
+        lead = vector.dim() - 1
+        tensors: dict[str, Tensor] = {}
         covered = dict.fromkeys(self.parameters, 0)
         for block in self._blocks:
             covered[_source(block).parameter] += block.size
-        tensors = {
-            name: (vector.new_empty if covered[name] == math.prod(shape) else vector.new_zeros)(
-                (*lead, *shape)
-            )
-            for name, shape in self.parameters.items()
-        }
-        for block in self._blocks:
-            source = _source(block)
+        for name, part in self.split(vector).items():
+            source = _source(self[name])
+            if (order := source.transposition) is not None and source.size == self[name].shape:
+                tensors[source.parameter] = part.permute(*range(lead), *(lead + dim for dim in order))
+                continue
+            if source.parameter not in tensors:
+                complete = covered[source.parameter] == math.prod(source.parameter_shape)
+                new = vector.new_empty if complete else vector.new_zeros
+                tensors[source.parameter] = new((*vector.shape[:-1], *source.parameter_shape))
             target = source.view(tensors[source.parameter])
-            target.copy_(vector[..., self.ranges[block.name]].reshape(target.shape))
+            target.copy_(part.reshape(target.shape))
         return tensors
 
 

@@ -1,0 +1,61 @@
+"""Engines: how a product with a curvature matrix is computed.
+
+An engine is chosen openly, by name, and an operator says which one it uses:
+
+"double-backward"       differentiates the gradient's own graph once more; the graph is kept for all vectors
+"forward-over-reverse"  pushes a tangent through the gradient; keeps no graph of the gradient
+
+Both give the same numbers up to rounding. `Quantity` says what is multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from curvlens import guards
+from curvlens.blocks import Blocks
+from curvlens.engine import double_backward, forward_over_reverse
+from curvlens.engine.chunks import chunk_size
+from curvlens.engine.quantity import Quantity
+from curvlens.landscape import Landscape, Parameters
+
+# From a landscape, a quantity, a piece of the data, the rows' parameters, directions `{parameter: [K, *shape]}` and a
+# chunk size, the products as `(first vector, {parameter: [chunk, *shape]})`, divided by the landscape's weight.
+Engine = Callable[..., Iterator[tuple[int, Parameters]]]
+
+ENGINES: dict[str, Engine] = {
+    "double-backward": double_backward.product,
+    "forward-over-reverse": forward_over_reverse.product,
+}
+
+
+def choose(engine: str, quantity: Quantity) -> str:
+    """The engine that "auto" stands for, or the named one."""
+    if engine == "auto":
+        # one tangent forward and one backward make a Gauss-Newton product; a Hessian product costs either
+        # engine the same arithmetic, and double backward shares it between vectors
+        gauss_newton = quantity.is_gauss_newton and quantity.at is None
+        return "forward-over-reverse" if gauss_newton else "double-backward"
+    if engine not in ENGINES:
+        raise ValueError(f"expected an engine out of {', '.join(ENGINES)} or 'auto', got {engine!r}")
+    return engine
+
+
+def product(
+    engine: str, land: Landscape, quantity: Quantity, rows: Blocks, columns: Blocks, stack: Tensor
+) -> Tensor:
+    """`[K, columns] -> [K, rows]`: the given rows of the quantity times vectors over the given columns."""
+    land.probe()
+    quantity = quantity.started()
+    result = stack.new_empty(len(stack), rows.size)
+    with guards.twice_differentiable(land.device):
+        directions = columns.to_parameters(stack)
+        for index, piece in enumerate(land.pieces()):
+            chunk = chunk_size(land, piece, len(stack))
+            images = ENGINES[engine](land, quantity, piece, list(rows.parameters), directions, chunk)
+            for start, image in images:
+                rows.gather(image, result[start : start + chunk], add=index > 0)
+    land.require_finite(result, "product")
+    return result

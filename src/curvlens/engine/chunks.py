@@ -1,0 +1,54 @@
+"""How many vectors go through a pass at once: as many as fit, and as pay."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from curvlens.batches import Batch
+from curvlens.landscape import Landscape
+from curvlens.operator import free_memory
+
+# On a CPU more vectors at once save only Python's overhead: beyond this much memory a pass they cost more than
+# one after the other, since they leave the caches.
+CPU_BYTES = 64 * 2**20
+
+_saved: weakref.WeakKeyDictionary[Landscape, dict[tuple[torch.Size, ...], int]] = weakref.WeakKeyDictionary()
+
+
+def chunk_size(land: Landscape, piece: Batch, vectors: int) -> int:
+    """The number of vectors a pass: between 1 and `vectors`, by the memory of one vector's intermediates."""
+    if vectors == 1:
+        return 1
+    # a tangent's intermediates are about three times what a forward pass saves: its own, the gradient's, the mixed
+    each = 3 * saved_bytes(land, piece) + land.blocks.size * land.dtype.itemsize
+    free = free_memory(land.device) // 4
+    budget = min(free, CPU_BYTES) if land.device.type == "cpu" else free
+    return max(1, min(vectors, budget // max(each, 1)))
+
+
+def saved_bytes(land: Landscape, piece: Batch) -> int:
+    """Bytes that a forward pass saves for its backward pass, measured once for each shape of batch."""
+    known = _saved.setdefault(land, {})
+    shapes = tuple(tensor.shape for tensor in piece.tensors())
+    if shapes not in known:
+        known[shapes] = _measure(land, piece)
+    return known[shapes]
+
+
+def _measure(land: Landscape, piece: Batch) -> int:
+    seen: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    leaves = {name: p.requires_grad_() for name, p in land.parameters().items()}
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        value = land.loss.value(land.output(leaves, piece), piece.target)
+    del value
+    for leaf in leaves.values():
+        seen.pop(leaf.untyped_storage().data_ptr(), None)
+    return sum(seen.values())

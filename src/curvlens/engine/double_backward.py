@@ -1,0 +1,134 @@
+"""Double backward: `H v = ∂⟨∂s/∂θ, v⟩/∂θ`.
+
+The graph of the gradient is built once for a batch and serves all vectors: 3 units of work (a gradient) and 6
+for the first product, of which 6 are repeated for each further one. Only the parameters in rows and columns
+are differentiated, so a pass ends at the lowest of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from curvlens.batches import Batch
+from curvlens.engine.quantity import Quantity, replaced_output, share
+from curvlens.landscape import Landscape, Parameters
+
+Push = Callable[[list[Tensor]], Tensor]  # from stacks of directions, one for each column parameter
+Pull = Callable[[list[Tensor]], list[Tensor]]  # the same, to stacks of images, one for each row parameter
+
+
+def product(
+    land: Landscape, quantity: Quantity, piece: Batch, rows: list[str], directions: Parameters, chunk: int
+) -> Iterator[tuple[int, Parameters]]:
+    parameters = land.parameters()
+    for name in {*rows, *directions}:
+        parameters[name].requires_grad_()
+    leaves = [parameters[name] for name in rows]
+    columns = [parameters[name] for name in directions]
+    if not quantity.is_gauss_newton:
+        pull = _second_derivative(quantity.scalar(land, piece)(parameters), leaves, columns)
+    elif quantity.at is None:
+        pull = _gauss_newton(land, quantity, piece, parameters, leaves, columns)
+    else:
+        pull = _inner_gauss_newton(land, quantity.at, piece, parameters, leaves, columns)
+    count = len(next(iter(directions.values())))
+    for start in range(0, count, chunk):
+        part = [stack[start : start + chunk] for stack in directions.values()]
+        yield start, dict(zip(rows, pull(part), strict=True))
+
+
+def _second_derivative(scalar: Tensor, leaves: list[Tensor], columns: list[Tensor]) -> Pull:
+    gradients = first_gradient(scalar, columns)
+    return lambda directions: pull_back(gradients, leaves, directions)
+
+
+def _gauss_newton(
+    land: Landscape,
+    quantity: Quantity,
+    piece: Batch,
+    parameters: Parameters,
+    leaves: list[Tensor],
+    columns: list[Tensor],
+) -> Pull:
+    """`Jᵀ M J v`; `J v` is the derivative of `Jᵀ u` with respect to `u`, so forward mode is not needed."""
+    output = land.output(parameters, piece)
+    middle = quantity.middle(land, piece, output)
+    push = jacobian(output, columns)
+    return lambda directions: pull_back([output], leaves, [middle(push(directions))])
+
+
+def _inner_gauss_newton(
+    land: Landscape,
+    at: str,
+    piece: Batch,
+    parameters: Parameters,
+    leaves: list[Tensor],
+    columns: list[Tensor],
+) -> Pull:
+    """`H − H_f` at an inner split, `Jᵀ ∂²ℓ/∂(F, θ)² J` with `J` the Jacobian of `θ ↦ (F, θ)`."""
+    with replaced_output(land, at) as found:
+        scalar = share(land, parameters, piece)
+    cut = found()
+    push = jacobian(cut.output, columns)
+    gradients = first_gradient(scalar, [cut.replacement, *columns])
+
+    def pull(directions: list[Tensor]) -> list[Tensor]:
+        cotangents = [push(directions), *directions]
+        at_split, *direct = pull_back(gradients, [cut.replacement, *leaves], cotangents)
+        below = pull_back([cut.output], leaves, [at_split])
+        return [a + b for a, b in zip(direct, below, strict=True)]
+
+    return pull
+
+
+def first_gradient(scalar: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """`∂s/∂leaf` with its own graph; a leaf that `s` does not depend on gets a constant zero."""
+    if not scalar.requires_grad:
+        return [torch.zeros_like(leaf, requires_grad=False) for leaf in leaves]
+    found = torch.autograd.grad(scalar, leaves, create_graph=True, allow_unused=True)
+    return [
+        torch.zeros_like(leaf, requires_grad=False) if gradient is None else gradient
+        for leaf, gradient in zip(leaves, found, strict=True)
+    ]
+
+
+def jacobian(output: Tensor, columns: Sequence[Tensor]) -> Push:
+    """`J v` for a stack of directions, by differentiating `u ↦ Jᵀ u`."""
+    cotangent = torch.zeros_like(output, requires_grad=True)
+    if not output.requires_grad:
+        return lambda directions: output.new_zeros(len(directions[0]), *output.shape)
+    pulled = torch.autograd.grad(
+        output, columns, cotangent, create_graph=True, retain_graph=True, allow_unused=True
+    )
+    known = [p for p in pulled if p is not None]
+
+    def push(directions: list[Tensor]) -> Tensor:
+        met = [v for p, v in zip(pulled, directions, strict=True) if p is not None]
+        if not met:
+            return output.new_zeros(len(directions[0]), *output.shape)
+        return pull_back(known, [cotangent], met)[0]
+
+    return push
+
+
+def pull_back(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor]
+) -> list[Tensor]:
+    """`Σ_o (∂output_o/∂input)ᵀ c_o` for stacks of cotangents `[K, *shape]`: one stack for each input."""
+    count = len(cotangents[0])
+    live = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
+    if not live:
+        return [input.new_zeros(count, *input.shape) for input in inputs]
+    found = torch.autograd.grad(
+        [o for o, _ in live],
+        inputs,
+        [c if count > 1 else c[0] for _, c in live],
+        retain_graph=True,
+        is_grads_batched=count > 1,
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return list(found) if count > 1 else [image[None] for image in found]

@@ -1,0 +1,53 @@
+"""T5: encoder and decoder with RMSNorm, unscaled scores and a table of relative positions for each stack."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from curvlens.families.family import Attention, Family, Piece, number, projections
+
+
+def _attention(module: nn.Module) -> Attention | None:
+    heads = number(module, "n_heads")
+    cross = module.is_decoder and getattr(module, "is_causal", None) is False
+    return projections(
+        module,
+        number(module, "key_value_proj_dim"),
+        *("q", "k", "v", "o"),
+        pieces={"relative_attention_bias.weight": (Piece("position", heads=(heads, 1)),)},
+        scale=1.0,
+        between=() if cross else ("position",),  # every layer of a stack uses the table of its first layer
+    )
+
+
+FAMILIES = [
+    Family(
+        "t5",
+        names={
+            "T5Stack": {"embed_tokens": "embed.token", "block.*": "layer.*", "final_layer_norm": "norm"},
+            "T5PreTrainedModel": {
+                "transformer": "",
+                "shared": "embed.token",
+                "encoder": "encoder",
+                "decoder": "decoder",
+                "lm_head": "head",
+                "classifier": "head",
+                "classification_head.dense": "head.transform",
+                "classification_head.out_proj": "head",
+                "qa_outputs": "head",
+            },
+            "T5Block": {  # sublayers in the order of use, in the decoder with cross-attention
+                "layer.0.layer_norm": "norm1",
+                "layer.0.SelfAttention": "attn",
+                "layer.1.layer_norm": "norm2",
+                "layer.1.EncDecAttention": "cross",
+                "layer.1.DenseReluDense": "mlp",
+                "layer.2.layer_norm": "norm3",
+                "layer.2.DenseReluDense": "mlp",
+            },
+            "T5DenseActDense": {"wi": "up", "wo": "down"},
+            "T5DenseGatedActDense": {"wi_0": "gate", "wi_1": "up", "wo": "down"},
+        },
+        attention={"T5Attention": _attention},
+    )
+]
