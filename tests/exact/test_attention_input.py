@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch.autograd.functional import hessian, jacobian
 
 from curvlens.exact.attention_input import Roles, input_hessian, input_jacobian, mixed_hessian
-from tests.exact.jets import relative
 from curvlens.exact.attention_jet import AttentionLayer
+from tests.exact.jets import relative
 from tests.exact.test_block import plain_attention, randn, self_attention
 
 SHAPES = {
