@@ -25,7 +25,7 @@ from torch import Tensor
 
 from curvlens.exact.attention import SelfAttention
 from curvlens.exact.attention_map import GeneralMoments, RowMoments
-from curvlens.exact.jet import Bend, Jet, Layer, Tangent
+from curvlens.exact.jet import Back, Bend, Jet, Layer, Tangent
 from curvlens.exact.linear import Affine
 from curvlens.exact.result import Tokens
 
@@ -146,7 +146,10 @@ class AttentionJet(Jet):
         return {"q": q, "k": k, "v": v, "S": S, "A": A, "o": A @ self.v + self.A @ v}
 
     def push(self, tangent: Tangent) -> Tensor:
-        joined = self.by.join(self.inside(tangent)["o"])
+        return self._output(self.by.join(self.inside(tangent)["o"]), tangent)
+
+    def _output(self, joined: Tensor, tangent: Tangent) -> Tensor:
+        """The tangent of the output, from that of the heads' outputs side by side."""
         if self.out_bias:
             joined = joined + tangent["out.bias"][:, None]
         return self.out.push(tangent, joined) if self.out else joined
@@ -168,24 +171,29 @@ class AttentionJet(Jet):
         do = self.by.split(g @ self.out.W.mT if self.out else g)
         upstream, dA, dS = self.gradients(do)
 
-        def bend(tangent: Tangent, turn: Tensor) -> Tangent:
-            gradient: Tangent = {"out.bias": turn.sum(-2)} if self.out_bias else {}
+        def bend(tangent: Tangent) -> tuple[Tensor, Back]:
             moved = self.inside(tangent)
-            if self.out:
-                turn = self.out.bend(g, tangent, self.by.join(moved["o"]), turn, gradient)
-            do_turn = self.by.split(turn)
-            dA_turn = do_turn @ self.v.mT + do @ moved["v"].mT
-            dS_turn = self.rows.pull(dA_turn) + self.rows.bend(dA, moved["S"], moved["A"])
-            turns = {
-                "query": self.s * (dS_turn @ self.k + dS @ moved["k"]),
-                "key": self.s * (dS_turn.mT @ self.q + dS.mT @ moved["q"]),
-                "value": moved["A"].mT @ do + self.A.mT @ do_turn,
-            }
-            parts = [
-                affine.bend(upstream[name], tangent, tangent["input"], self.join(name, turns[name]), gradient)
-                for name, affine in self.inner.items()
-            ]
-            return {**gradient, "input": parts[0] + parts[1] + parts[2]}
+            joined = self.by.join(moved["o"])
+
+            def back(turn: Tensor) -> Tangent:
+                gradient: Tangent = {"out.bias": turn.sum(-2)} if self.out_bias else {}
+                if self.out:
+                    turn = self.out.bend(g, tangent, joined, turn, gradient)
+                do_turn = self.by.split(turn)
+                dA_turn = do_turn @ self.v.mT + do @ moved["v"].mT
+                dS_turn = self.rows.pull(dA_turn) + self.rows.bend(dA, moved["S"], moved["A"])
+                turns = {
+                    "query": self.s * (dS_turn @ self.k + dS @ moved["k"]),
+                    "key": self.s * (dS_turn.mT @ self.q + dS.mT @ moved["q"]),
+                    "value": moved["A"].mT @ do + self.A.mT @ do_turn,
+                }
+                parts = []
+                for name, affine in self.inner.items():
+                    turned = self.join(name, turns[name])
+                    parts.append(affine.bend(upstream[name], tangent, tangent["input"], turned, gradient))
+                return {**gradient, "input": parts[0] + parts[1] + parts[2]}
+
+            return self._output(joined, tangent), back
 
         return bend
 

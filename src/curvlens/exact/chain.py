@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from curvlens.exact.jet import Bend, Jet, Layer, Tangent
+from curvlens.exact.jet import Back, Bend, Jet, Layer, Tangent
 from curvlens.exact.result import Tokens
 
 
@@ -65,37 +65,34 @@ class ChainJet(Jet):
         """The part of a tangent that layer `i` sees."""
         return {**{own: tangent[full] for own, full in self.names[i].items()}, "input": moved}
 
-    def inputs(self, tangent: Tangent) -> list[Tangent]:
-        """What each layer sees of a tangent, and the output's as "input" of one layer more."""
-        moved, seen = tangent["input"], []
-        for i, jet in enumerate(self.jets):
-            seen.append(self.own(i, tangent, moved))
-            moved = jet.push(seen[-1])
-        return [*seen, {"input": moved}]
-
     def push(self, tangent: Tangent) -> Tensor:
-        moved = self.inputs(tangent)[-1]["input"]
+        moved = tangent["input"]
+        for i, jet in enumerate(self.jets):
+            moved = jet.push(self.own(i, tangent, moved))
         return tangent["input"] + moved if self.residual else moved
 
     def pull(self, g: Tensor) -> Tangent:
+        return self._back([jet.pull for jet in self.jets], g)
+
+    def _back(self, backs: list[Back], g: Tensor) -> Tangent:
+        """From the end of the chain to its start: what each layer says of its own weights, and of its input."""
         gradient, skipped = {}, g
-        for i in reversed(range(len(self.jets))):
-            found = self.jets[i].pull(g)
+        for names, back in zip(reversed(self.names), reversed(backs), strict=True):
+            found = back(g)
             g = found.pop("input")
-            gradient.update({self.names[i][own]: part for own, part in found.items()})
+            gradient.update({names[own]: part for own, part in found.items()})
         return {**gradient, "input": skipped + g if self.residual else g}
 
     def along(self, g: Tensor) -> Bend:
-        bends = self.bends(g)
+        bends = [jet.along(at) for jet, at in zip(self.jets, self.gradients(g), strict=True)]
 
-        def bend(tangent: Tangent, turn: Tensor) -> Tangent:
-            gradient, skipped = {}, turn
-            seen = self.inputs(tangent)
-            for i in reversed(range(len(self.jets))):
-                found = bends[i](seen[i], turn)
-                turn = found.pop("input")
-                gradient.update({self.names[i][own]: part for own, part in found.items()})
-            return {**gradient, "input": skipped + turn if self.residual else turn}
+        def bend(tangent: Tangent) -> tuple[Tensor, Back]:
+            moved, backs = tangent["input"], []
+            for i, inner in enumerate(bends):
+                moved, back = inner(self.own(i, tangent, moved))
+                backs.append(back)
+            output = tangent["input"] + moved if self.residual else moved
+            return output, lambda turn: self._back(backs, turn)
 
         return bend
 
@@ -105,6 +102,3 @@ class ChainJet(Jet):
         for jet in reversed(self.jets[1:]):
             found.append(jet.pull(found[-1][None])["input"][0])
         return found[::-1]
-
-    def bends(self, g: Tensor) -> list[Bend]:
-        return [jet.along(at) for jet, at in zip(self.jets, self.gradients(g), strict=True)]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from curvlens.blocks import Blocks
 from curvlens.exact.activations import activation as named_activation
-from curvlens.exact.jet import Bend, Jet, Layer, Tangent
+from curvlens.exact.jet import Back, Bend, Jet, Layer, Tangent
 from curvlens.exact.linear import Affine
 from curvlens.exact.result import LossAt, Result, Tokens
 from curvlens.exact.tokenwise import Site, identity, outer
@@ -144,20 +144,24 @@ class FeedForwardJet(Jet):
         slopes = {name: first * a for name, first in self.first.items()}
         bends = {pair: second * a for pair, second in self.second.items()}
 
-        def bend(tangent: Tangent, turn: Tensor) -> Tangent:
-            gradient: Tangent = {}
+        def bend(tangent: Tangent) -> tuple[Tensor, Back]:
             h, moved = self.hidden(tangent)
-            a_turn = self.down.bend(g, tangent, moved, turn, gradient)
-            turns = {name: first * a_turn for name, first in self.first.items()}
-            for (row, column), second in bends.items():
-                turns[row] = turns[row] + second * h[column]
-                if row != column:
-                    turns[column] = turns[column] + second * h[row]
-            parts = [
-                affine.bend(slopes[name], tangent, tangent["input"], turns[name], gradient)
-                for name, affine in self.inner.items()
-            ]
-            return {**gradient, "input": _total(parts)}
+
+            def back(turn: Tensor) -> Tangent:
+                gradient: Tangent = {}
+                a_turn = self.down.bend(g, tangent, moved, turn, gradient)
+                turns = {name: first * a_turn for name, first in self.first.items()}
+                for (row, column), second in bends.items():
+                    turns[row] = turns[row] + second * h[column]
+                    if row != column:
+                        turns[column] = turns[column] + second * h[row]
+                parts = [
+                    affine.bend(slopes[name], tangent, tangent["input"], turns[name], gradient)
+                    for name, affine in self.inner.items()
+                ]
+                return {**gradient, "input": _total(parts)}
+
+            return self.down.push(tangent, moved), back
 
         return bend
 

@@ -5,7 +5,8 @@ everything else about curvature follows from them:
 
 - `push(θ̇, ẋ) = J (θ̇, ẋ)`: how the output moves;
 - `pull(g) = Jᵀ g`: the gradient with respect to weights and input, from the gradient `g` at the output;
-- `along(g)`: the derivative of `pull` itself, `(θ̇, ẋ, ġ) ↦ Jᵀ ġ + Σ_m g_m ∂²f_m (θ̇, ẋ)`.
+- `along(g)`: the derivative of `pull` itself, `(θ̇, ẋ, ġ) ↦ Jᵀ ġ + Σ_m g_m ∂²f_m (θ̇, ẋ)`. It takes its
+  arguments as they come to be known: the tangent first, for which it gives `ż = J (θ̇, ẋ)`, then `ġ`.
 
 With `ġ = B ż`, `B` the loss's Hessian at the output, the last one is a product with the whole Hessian; with
 `ġ = 0` a product with its functional part. Jets compose: the jet of a chain of layers is made of their jets
@@ -30,7 +31,8 @@ from curvlens.exact.result import LossAt, Result, Sequences, TokenLoss, Tokens
 from curvlens.operator import Operator
 
 Tangent = dict[str, Tensor]
-Bend = Callable[[Tangent, Tensor], Tangent]
+Back = Callable[[Tensor], Tangent]
+Bend = Callable[[Tangent], tuple[Tensor, Back]]
 Quadratic = Callable[[Tensor], Tensor]  # a loss's Hessian at the output: `[K, n, o] -> [K, n, o]`
 
 
@@ -49,7 +51,7 @@ class Jet(ABC):
 
     @abstractmethod
     def along(self, g: Tensor) -> Bend:
-        """The map `(tangent, ġ) ↦ Jᵀ ġ + Σ_m g_m ∂²f_m tangent`, for one `g: [n, o]`."""
+        """The map `tangent ↦ (ż, ġ ↦ Jᵀ ġ + Σ_m g_m ∂²f_m tangent)`, for one `g: [n, o]`."""
 
 
 class Layer(ABC):
@@ -144,8 +146,8 @@ def input_jacobian(layer: Layer, jet: Jet, tokens: Tokens) -> list[Tensor]:
 def input_hessian(layer: Layer, jet: Jet, tokens: Tokens, g: Tensor) -> list[Tensor]:
     """`Σ_m g_m ∂²f_m/∂x²` of each sequence in the same way."""
     units = unit_inputs(layer, tokens)
-    moved = jet.along(g)(units, g.new_zeros(()).expand(len(units["input"]), *g.shape))
-    return of_sequences(moved["input"], tokens)
+    _, back = jet.along(g)(units)
+    return of_sequences(back(g.new_zeros(()).expand(len(units["input"]), *g.shape))["input"], tokens)
 
 
 def unit_inputs(layer: Layer, tokens: Tokens) -> Tangent:
@@ -209,12 +211,9 @@ class Curvature(Operator):
         nothing, K = stack.new_zeros(()), len(stack)
         tangent = self.domain.split(stack)
         tangent.setdefault("input", nothing.expand(K, *self.input_shape))
-        if self.B is None:
-            turn = nothing.expand(K, *self.jet.output.shape)
-        else:
-            turn = self.B(self.jet.push(tangent))
-        moved = self.jet.pull(turn) if self.bend is None else self.bend(tangent, turn)
-        return pack(moved, self.domain)
+        moved, back = (self.jet.push(tangent), self.jet.pull) if self.bend is None else self.bend(tangent)
+        turn = nothing.expand(K, *self.jet.output.shape) if self.B is None else self.B(moved)
+        return pack(back(turn), self.domain)
 
 
 def pack(tangent: Tangent, space: Blocks) -> Tensor:

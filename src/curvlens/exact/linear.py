@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from curvlens.exact.jet import Bend, Jet, Layer, Tangent, over_tokens
+from curvlens.exact.jet import Back, Bend, Jet, Layer, Tangent, over_tokens
 from curvlens.exact.result import LossAt, Result, Tokens
 from curvlens.exact.tokenwise import Site, identity, outer, zero
 
@@ -83,9 +83,12 @@ class LinearJet(Jet):
         return gradient
 
     def along(self, g: Tensor) -> Bend:
-        def bend(tangent: Tangent, turn: Tensor) -> Tangent:
-            gradient: Tangent = {}
-            gradient["input"] = self.affine.bend(g, tangent, tangent["input"], turn, gradient)
-            return gradient
+        def bend(tangent: Tangent) -> tuple[Tensor, Back]:
+            def back(turn: Tensor) -> Tangent:
+                gradient: Tangent = {}
+                gradient["input"] = self.affine.bend(g, tangent, tangent["input"], turn, gradient)
+                return gradient
+
+            return self.push(tangent), back
 
         return bend

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from curvlens.blocks import Blocks
-from curvlens.exact.jet import Bend, Jet, Layer, Tangent, over_tokens
+from curvlens.exact.jet import Back, Bend, Jet, Layer, Tangent, over_tokens
 from curvlens.exact.result import LossAt, Result, Tokens
 from curvlens.exact.tokenwise import Site, identity, outer
 from curvlens.operator import Operator
@@ -110,15 +110,19 @@ class LinearMLPJet(Jet):
         for matrix in reversed(self.matrices):
             upstream.append(upstream[-1] @ matrix.mT)
 
-        def bend(tangent: Tangent, turn: Tensor) -> Tangent:
-            prefixes = self.tangents(tangent)[:-1]
-            moved = {}
-            for (name, matrix, prefix), dot, g in zip(
-                self._backwards(), reversed(prefixes), upstream[:-1], strict=True
-            ):
-                moved[name] = over_tokens(prefix, turn) + over_tokens(dot, g)
-                turn = turn @ matrix.mT + g @ tangent[name].mT
-            return {**moved, "input": turn}
+        def bend(tangent: Tangent) -> tuple[Tensor, Back]:
+            *prefixes, output = self.tangents(tangent)
+
+            def back(turn: Tensor) -> Tangent:
+                moved = {}
+                for (name, matrix, prefix), dot, g in zip(
+                    self._backwards(), reversed(prefixes), upstream[:-1], strict=True
+                ):
+                    moved[name] = over_tokens(prefix, turn) + over_tokens(dot, g)
+                    turn = turn @ matrix.mT + g @ tangent[name].mT
+                return {**moved, "input": turn}
+
+            return output, back
 
         return bend
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from curvlens.exact.jet import Bend, Jet, Layer, Tangent
+from curvlens.exact.jet import Back, Bend, Jet, Layer, Tangent
 from curvlens.exact.result import LossAt, Result, Tokens
 from curvlens.exact.tokenwise import zero
 from curvlens.structured import BlockOperator, Dense
@@ -128,7 +128,11 @@ class NormJet(Jet):
         return self.r * (self.C(x) - self.n * _dot(self.n, x) / self.d)
 
     def push(self, tangent: Tangent) -> Tensor:
-        moved = self.gamma * self.J(tangent["input"]) + _rows(tangent["weight"]) * self.n
+        return self._output(self.J(tangent["input"]), tangent)
+
+    def _output(self, n: Tensor, tangent: Tangent) -> Tensor:
+        """The tangent of the output, from that of `n`."""
+        moved = self.gamma * n + _rows(tangent["weight"]) * self.n
         return moved + _rows(tangent["bias"]) if self.has_bias else moved
 
     def pull(self, g: Tensor) -> Tangent:
@@ -142,14 +146,18 @@ class NormJet(Jet):
         Cu, un = self.C(u), _dot(u, self.n)
         scale = -self.r * self.r / self.d
 
-        def bend(tangent: Tangent, turn: Tensor) -> Tangent:
-            x = tangent["input"]
-            Cx, nx = self.C(x), _dot(self.n, x)
-            created = scale * (Cu * nx + self.n * (_dot(Cu, x) - 3 / self.d * un * nx) + un * Cx)
-            moved = self.pull(turn)
-            moved["input"] = moved["input"] + created + self.J(_rows(tangent["weight"]) * g)
-            moved["weight"] = moved["weight"] + (g * self.J(x)).sum(1)
-            return moved
+        def bend(tangent: Tangent) -> tuple[Tensor, Back]:
+            x, n = tangent["input"], self.J(tangent["input"])
+
+            def back(turn: Tensor) -> Tangent:
+                nx = _dot(self.n, x)
+                created = scale * (Cu * nx + self.n * (_dot(Cu, x) - 3 / self.d * un * nx) + un * self.C(x))
+                # J is linear: what comes from above and what the moved weight adds go through it together
+                input = self.J(self.gamma * turn + _rows(tangent["weight"]) * g) + created
+                moved = {"input": input, "weight": (turn * self.n + g * n).sum(1)}
+                return {**moved, "bias": turn.sum(1)} if self.has_bias else moved
+
+            return self._output(n, tangent), back
 
         return bend
 
