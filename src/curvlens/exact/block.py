@@ -32,13 +32,13 @@ class TransformerBlock(Chain):
     >>> R = exact.hessian(block, X, Y)
     >>> R.total.block("attn.query", "mlp.up").dense()
 
-    `norm="none"` takes no norms. Either norm may be left out by None, as in a block with one norm only.
+    `norm="none"` takes no norms. Either norm may be left out by None, and so may the feed-forward sublayer.
     """
 
     def __init__(
         self,
         attn: SelfAttention,
-        mlp: FeedForward,
+        mlp: FeedForward | None = None,
         norm1: Norm | None = None,
         norm2: Norm | None = None,
         norm: Placement = "pre",
@@ -48,10 +48,10 @@ class TransformerBlock(Chain):
         if norm == "none" and (norm1 is not None or norm2 is not None):
             raise ValueError("expected no norms with norm='none'; say norm='pre' or norm='post'")
         self.norm: Placement = norm
-        super().__init__(
-            _sublayer(norm, "attn", AttentionLayer(attn), "norm1", norm1)
-            + _sublayer(norm, "mlp", mlp, "norm2", norm2)
-        )
+        layers = _sublayer(norm, "attn", AttentionLayer(attn), "norm1", norm1)
+        if mlp is not None:
+            layers += _sublayer(norm, "mlp", mlp, "norm2", norm2)
+        super().__init__(layers)
 
 
 def _sublayer(

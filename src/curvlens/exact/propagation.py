@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvlens.exact.chain import Chain, ChainJet, qualified
 from curvlens.exact.jet import Jet, Layer, input_hessian, input_jacobian
 from curvlens.exact.result import Sequences, TokenLoss, Tokens, loss_at
+from curvlens.exact.stream import StreamPropagation, stream_propagation
+from curvlens.landscape import Landscape
 
 Matrices = list[Tensor]  # one [L_b d, L_b d] a sequence; between sequences there is no curvature
 
@@ -88,12 +90,25 @@ class Propagation:
 
 
 def propagation(
+    model: Layer | Landscape | nn.Module, batch: Any = None, loss: str | None = None, **options: Any
+) -> Propagation | StreamPropagation:
+    """What every sublayer passes down and what it creates.
+
+    For a block or a chain of layers with jets, `batch = (X, Y)` and the loss "mse" (the default) or "cross-entropy",
+    or `g=` and `B=` as in `hessian`: exact matrices. For a `Landscape`, or a model with a batch and a loss as a
+    `Landscape` takes them: exact products, and estimates with errors from them; see `stream_propagation` for the
+    options `samples`, `eigenvalues`, `tol` and `seed`.
+    """
+    if isinstance(model, Layer):
+        return layer_propagation(model, batch, loss or "mse", **options)
+    land = model if isinstance(model, Landscape) else Landscape(model, batch, loss or "auto")
+    return stream_propagation(land, **options)
+
+
+def layer_propagation(
     layer: Layer, batch: tuple[Sequences, Sequences], loss: str = "mse", **given: Any
 ) -> Propagation:
-    """The recursion through a block or a chain of blocks, for `batch = (X, Y)`; exact.
-
-    `loss` is "mse" or "cross-entropy"; or `g=` and `B=`, as in `hessian`.
-    """
+    """The recursion through a block or a chain of layers with jets; exact."""
     X, Y = batch
     tokens = Tokens.of(X)
     units = list(flattened(layer))
