@@ -8,7 +8,7 @@ from curvlens.exact.result import Tokens
 def autodiff(layer, X, loss_of):
     """`(outer, functional)`, dense, from the forward pass; `loss_of(F)`: a number from the outputs of all tokens."""
     blocks = layer.blocks
-    weights = {kind: W for kind, W in layer.weights.items()}
+    weights = dict(layer.weights)
     weights |= {f"{kind}.bias": b for kind, b in layer.biases.items()}
     theta = torch.cat([weights[name].flatten() for name in blocks.names])
 

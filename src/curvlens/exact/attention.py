@@ -16,7 +16,7 @@ from curvlens.exact.result import LossAt, Result, Sequences, Tokens
 
 
 class SelfAttention:
-    """`F(X) = Σ_h a(T_h) X W_V^h W_O^h` with `T_h = X W_Q^h (X W_K^h)ᵀ / (t √d_K)`, each weight of shape `[inputs, outputs]`.
+    """`F(X) = Σ_h a(T_h) X W_V^h W_O^h` with `T_h = X W_Q^h (X W_K^h)ᵀ / (t √d_K)`, weights as `[inputs, outputs]`.
 
     Heads: either matrices `[d, H k]` with `heads=H`, side by side as models store them, their outputs concatenated
     (`W_O` `[H d_v, d_out]`); or stacks `[H, d, k]`, one matrix a head, their outputs added (paper A, Appendix E;
@@ -270,7 +270,8 @@ class SelfAttention:
         for L, mask in zip(tokens.lengths, masks, strict=True):
             if mask.dtype != torch.bool or tuple(mask.shape) not in ((L,), (L, L)):
                 raise ValueError(
-                    f"expected a boolean mask (True: may attend) [{L}, {L}] or [{L}] a sequence, got {mask.dtype} {list(mask.shape)}"
+                    f"expected a boolean mask (True: may attend) [{L}, {L}] or [{L}] a sequence, "
+                    f"got {mask.dtype} {list(mask.shape)}"
                 )
             result.append(mask.expand(L, L))
         return result

@@ -1,4 +1,4 @@
-"""Everything of one attention head that its curvature is made of: moments of its rows, projected where that is smaller."""
+"""What the curvature of one attention head is made of: moments of its rows, projected where that is smaller."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Groups:
                 for s, mask in zip(sequences, masks, strict=True)
             ]
 
-    def __len__(self) -> int:
-        return len(self.stacked)
+        sizes = [part.shape[0] * part.shape[1] for part, _ in self.parts]
+        self.starts = [sum(sizes[:i]) for i in range(len(sizes))]
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """Rows of all tokens in the groups' shapes."""
@@ -57,28 +57,28 @@ class Head:
     def __init__(self, layer: SelfAttention, h: int, groups: Groups):
         self.layer, self.index, self.groups = layer, h, groups
         self.x = groups.stacked
-        self.W_V = layer.projection("value", h)
+        W_V = layer.projection("value", h)
+        assert W_V is not None
+        self.W_V = W_V
         self.W_O = layer.head("out", h)
         self.single = "query_key" in layer.weights
         s = layer.scale
-        keys: list[Tensor]
         if self.single:
             W = layer.projection("query_key", h)
             assert W is not None
             W = W if W.shape[1] == self.x.shape[1] else torch.nn.functional.pad(W, (0, 1))
             eye = torch.eye(self.x.shape[1], dtype=self.x.dtype, device=self.x.device)
             self.q, self.K = s * (self.x @ W), s * eye
-            keys = [x for x, _ in groups.parts]
+            self.keys = self.x
         else:
             W_Q, W_K = layer.projection("query", h), layer.projection("key", h)
             assert W_Q is not None
             assert W_K is not None
             self.q, self.K = s * (self.x @ W_Q), s * W_K
-            keys = groups.split(self.x @ W_K)
-        assert self.W_V is not None
+            self.keys = self.x @ W_K
         self.A: list[Tensor] = []
         self.rows: list[RowMoments] = []
-        for q, k, (_, mask) in zip(groups.split(self.q), keys, groups.parts, strict=True):
+        for q, k, (_, mask) in zip(groups.split(self.q), groups.split(self.keys), groups.parts, strict=True):
             T = q @ k.mT
             A = layer.activation.attend(T, mask)
             self.A.append(A)
@@ -112,6 +112,11 @@ class Head:
     def output(self) -> Tensor:
         return self.mixed if self.W_O is None else self.mixed @ self.W_O
 
+    @cached_property
+    def values(self) -> Tensor:
+        """`X W_V`, `[n, v]`."""
+        return self.x @ self.W_V
+
     # -- second moment
 
     @cached_property
@@ -124,7 +129,7 @@ class Head:
         """`M2_i W_V`, `[n, d, v]`."""
         if not self.expand:
             return self.M2 @ self.W_V
-        values = self.groups.split(self.x @ self.W_V)
+        values = self.groups.split(self.values)
         return self._over(lambda rows, i: rows.second(self._x(i), values[i]))
 
     @cached_property
@@ -147,8 +152,13 @@ class Head:
     @cached_property
     def u(self) -> list[Tensor]:
         """`u_ij = x_j·w_i`, `[b, L, L]`."""
-        values, gradients = self.groups.split(self.x @ self.W_V), self.groups.split(self.g_value)
+        values, gradients = self.groups.split(self.values), self.groups.split(self.g_value)
         return [g @ v.mT for g, v in zip(gradients, values, strict=True)]
+
+    @cached_property
+    def pulled(self) -> list[Tensor]:
+        """`(∂A_i/∂T_i)ᵀ u_i`, the gradient with respect to the scores, `[b, L, L]`."""
+        return [rows.back(u) for rows, u in zip(self.rows, self.u, strict=True)]
 
     @cached_property
     def h(self) -> Tensor:
@@ -215,7 +225,7 @@ class Head:
 
     @cached_property
     def _about_mean(self) -> tuple[Tensor, Tensor | None]:
-        """The tokens and their first moments, both about the mean of the sequence, which cancels from central moments."""
+        """The tokens and their first moments about the mean of the sequence, which cancels from central moments."""
         if not self._weighted[0].centred:
             return self.x, None
         x = [x - x.mean(1, keepdim=True) for x, _ in self.groups.parts]

@@ -26,6 +26,7 @@ from torch import Tensor
 from curvlens.blocks import Block, Blocks
 from curvlens.exact.attention import SelfAttention
 from curvlens.exact.attention_head import Groups, Head
+from curvlens.exact.attention_product import AttentionOperator
 from curvlens.exact.result import LossAt, Result, TokenLoss, Tokens
 from curvlens.structured import BlockOperator, KroneckerSum
 from curvlens.structured.kronecker import Term
@@ -55,7 +56,7 @@ class AttentionResult(Result):
 
     @cached_property
     def t_functional(self) -> BlockOperator:
-        """`s [[0, Β ⊗ I], [Βᵀ ⊗ I, 0]]` over query and key: what two matrices for one product add. Eigenvalues in pairs."""
+        """`s [[0, Β ⊗ I], [Βᵀ ⊗ I, 0]]` over query and key: what two matrices for one add. Eigenvalues in pairs."""
         return self._over_scores(self.curvature.score_functional)
 
     @cached_property
@@ -90,10 +91,9 @@ def attention_hessian(layer: SelfAttention, tokens: Tokens, loss: LossAt) -> Att
         head.see(at.gradient)
     curvature = AttentionCurvature(layer, heads, at)
 
-    def operator(cell: object) -> BlockOperator:
-        return BlockOperator(cell, layer.blocks, symmetric=True, dtype=F.dtype, device=F.device)  # type: ignore[arg-type]
-
-    return AttentionResult(operator(curvature.outer), operator(curvature.functional), at, curvature)
+    outer = AttentionOperator(curvature.outer, layer, heads, at, outer=True, functional=False)
+    functional = AttentionOperator(curvature.functional, layer, heads, at, outer=False, functional=True)
+    return AttentionResult(outer, functional, at, curvature)
 
 
 class AttentionCurvature:
@@ -184,13 +184,13 @@ class AttentionCurvature:
     # -- functional part
 
     def functional(self, row: str, column: str, at_scores: bool = True) -> KroneckerSum | None:
-        """`Σ_i ∂²(g_i·F_i)`, zero between heads; without `at_scores`, less the part that `T` itself curves (Remark D.1)."""
+        """`Σ_i ∂²(g_i·F_i)`, zero between heads; without `at_scores`, less the part that `T` curves (Remark D.1)."""
         (kind, number, is_bias), (other, number2, is_bias2) = self.names[row], self.names[column]
         if KINDS.index(kind) > KINDS.index(other):
             mirrored = self.functional(column, row, at_scores)
             return None if mirrored is None else self._over(mirrored.T, row, column)
         rows, columns = self._rows(is_bias), self._rows(is_bias2)
-        if is_bias and kind == "out" or is_bias2 and other == "out":
+        if (is_bias and kind == "out") or (is_bias2 and other == "out"):
             return None  # the output is linear in its bias
         shared = [h for h in self._heads_of(kind, number) if h in self._heads_of(other, number2)]
         make = {

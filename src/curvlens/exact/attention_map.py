@@ -92,12 +92,12 @@ def _kept(A: Tensor, mask: Mask) -> Tensor:
 
 
 class WeightedMoments:
-    """Moments of rows whose derivatives are weights on keys: softmax (about the mean) and elementwise maps (about zero).
+    """Moments of rows whose derivatives are weights on keys: softmax (about the mean), elementwise maps (about zero).
 
     Softmax: `M2_i = Σ_j A_ij c_j c_jᵀ`, `M3_i[w] = Σ_j A_ij (c_j·w) c_j c_jᵀ` with `c_j = x_j − Σ_l A_il x_l`.
     Elementwise: `M2_i = Σ_j a'(T_ij) x_j x_jᵀ`, `M3_i[w] = Σ_j a''(T_ij) (x_j·w) x_j x_jᵀ`.
 
-    Both sides of a product are centred before they are multiplied: rows that attend to nearly one key keep their digits.
+    Both sides of a product are centred before they are multiplied: rows that attend to nearly one key keep digits.
     """
 
     def __init__(self, first: Tensor, second: Tensor, centred: bool):
@@ -129,6 +129,24 @@ class WeightedMoments:
     def third(self, left: Tensor, right: Tensor, u: Tensor) -> Tensor:
         """`Σ_j u_ij leftᵀ (∂²A_ij/∂T_i²) right`, `[b, L, m, p]`."""
         return self._moment(self.third_weights(u), left, right)
+
+    def push(self, dT: Tensor) -> Tensor:
+        """`(∂A_i/∂T_i) dT_i`, `[K, b, L, L]`."""
+        return (
+            self.first * (dT - (self.first * dT).sum(-1, keepdim=True)) if self.centred else self.first * dT
+        )
+
+    def back(self, u: Tensor) -> Tensor:
+        """`(∂A_i/∂T_i)ᵀ u_i`: as `push`, the derivatives of these maps being symmetric."""
+        return self.push(u)
+
+    def turn(self, u: Tensor, dT: Tensor) -> Tensor:
+        """`(Σ_j u_ij ∂²A_ij/∂T_i²) dT_i`, `[K, b, L, L]`."""
+        weights = self.third_weights(u)
+        if not self.centred:
+            return weights * dT
+        mean = (self.first * dT).sum(-1, keepdim=True)
+        return weights * (dT - mean) - self.first * (weights * dT).sum(-1, keepdim=True)
 
     def _moment(self, weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
         b, L, _ = weights.shape
@@ -162,10 +180,19 @@ class GeneralMoments:
         return left.mT[:, None] @ self.first @ right[:, None]
 
     def pull(self, u: Tensor, x: Tensor) -> Tensor:
-        return (u[..., None, :] @ self.first)[..., 0, :] @ x
+        return self.back(u) @ x
 
     def third(self, left: Tensor, right: Tensor, u: Tensor) -> Tensor:
         return left.mT[:, None] @ self._second(u) @ right[:, None]
+
+    def push(self, dT: Tensor) -> Tensor:
+        return (self.first @ dT[..., None])[..., 0]
+
+    def turn(self, u: Tensor, dT: Tensor) -> Tensor:
+        return (self._second(u) @ dT[..., None])[..., 0]
+
+    def back(self, u: Tensor) -> Tensor:
+        return (u[..., None, :] @ self.first)[..., 0, :]
 
 
 RowMoments: TypeAlias = "WeightedMoments | GeneralMoments"

@@ -178,16 +178,10 @@ class BlockOperator(Operator):
                 if self.symmetric and j < i:
                     continue
                 target = rows[row].cut(columns[column].cut(matrix, 1), 0)
-                cell = self.cell(row, column)
-                if cell is None:
-                    target.zero_()
-                elif isinstance(cell, KroneckerSum):
-                    cell.write(target.view(*cell.rows, *cell.columns))
-                else:
-                    target.copy_(cell.dense().view(target.shape))
+                mirror = None
                 if self.symmetric and j > i:
                     mirror = rows[column].cut(columns[row].cut(matrix, 1), 0)
-                    mirror.copy_(target.permute(2, 3, 0, 1))
+                _write(self.cell(row, column), target, mirror)
 
     def diagonal(self) -> Tensor:
         if self.codomain != self.domain:
@@ -285,6 +279,21 @@ def _places(blocks: Blocks) -> dict[str, _Place]:
         for i, head in enumerate(heads):
             places[head.name] = _Place(span, block, None if block.heads is None else i)
     return places
+
+
+def _write(cell: Operator | None, target: Tensor, mirror: Tensor | None) -> None:
+    """Write a cell into its place `[m, r, p, q]` and its adjoint into the place across the diagonal."""
+    if isinstance(cell, KroneckerSum):
+        shape = (*cell.rows, *cell.columns)
+        if target.shape == shape:
+            return cell.write(target, mirror)
+        return cell.write(target.view(shape), None if mirror is None else mirror.view(shape[2:] + shape[:2]))
+    if cell is None:
+        target.zero_()
+    else:
+        target.copy_(cell.dense().view(target.shape))
+    if mirror is not None:
+        mirror.copy_(target.permute(2, 3, 0, 1))
 
 
 def _frobenius(cell: Operator) -> Tensor:

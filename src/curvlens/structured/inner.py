@@ -89,15 +89,26 @@ def _vectors(stack: Stack) -> tuple[Tensor, Tensor]:
 
 
 def _mixed_by_matrices(s: Term, t: Term) -> tuple[Tensor, Tensor]:
-    """`Σ_ij ⟨a_iᵀ a'_j, b'_jᵀ b_i⟩`, one token of the shorter sum at a time."""
+    """`Σ_ij ⟨a_iᵀ a'_j, b'_jᵀ b_i⟩`, one token of the shorter sum at a time; `s` plain, `t` crossed."""
     total = torch.zeros((), dtype=s.a.dtype, device=s.a.device)
     size = torch.zeros((), dtype=s.a.dtype, device=s.a.device)
     if s.a.n <= t.a.n:
         for a, b in zip(s.a.full(), s.b.full(), strict=True):
-            products = (t.a.T.act(a[None, None])[0].mT * t.b.T.act(b[None, None])[0]).sum((1, 2))
+            products = _single(a, b, t.a, t.b)
             total, size = total + products.sum(), size + products.abs().sum()
     else:
         for a, b in zip(t.a.full(), t.b.full(), strict=True):
-            products = (s.a.T.act(a[None, None])[0] * s.b.T.act(b[None, None])[0].mT).sum((1, 2))
+            products = _single(a, b, s.a, s.b)
             total, size = total + products.sum(), size + products.abs().sum()
     return total, size
+
+
+def _single(a: Tensor, b: Tensor, a2: Stack, b2: Stack) -> Tensor:
+    """`⟨aᵀ a'_j, b'_jᵀ b⟩` of one pair with each of the other kind; the formula is the same either way round."""
+    if is_rank_one(a2):  # a' = u zᵀ: (aᵀ u)ᵀ b'ᵀ (b z)
+        u, z = _vectors(a2)
+        return (b2.T.act((z @ b.T)[None, ..., None])[0, ..., 0] * (u @ a)).sum(1)
+    if is_rank_one(b2):  # b' = g xᵀ: (a x)ᵀ a' (bᵀ g)
+        g, x = _vectors(b2)
+        return (a2.act((g @ b)[None, ..., None])[0, ..., 0] * (x @ a.T)).sum(1)
+    return (a2.T.act(a[None, None])[0].mT * b2.T.act(b[None, None])[0]).sum((1, 2))

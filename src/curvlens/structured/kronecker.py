@@ -7,7 +7,6 @@ of the Hessian of attention, of a feed-forward layer or of a linear network is a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from curvlens.structured.inner import inner, inner_cost
 from curvlens.structured.stacks import CHUNK, Full, LowRank, Stack, is_rank_one, stack_of
 
 ALL = slice(None)
+SLAB = 2**18  # numbers in a slab of a matrix that is being written: 2 MiB in float64
 
 
 class Term(NamedTuple):
@@ -139,11 +139,28 @@ class KroneckerSum(Operator):
         self.write(matrix.view(*self.rows, *self.columns))
         return matrix
 
-    def write(self, out: Tensor) -> None:
-        """Write the matrix into `out` `[m, r, p, q]`, a view of any strides."""
-        for i, term in enumerate(self.terms):
-            for target, values in _products(term, out):
-                target.copy_(values) if i == 0 else target.add_(values)
+    def write(self, out: Tensor, mirror: Tensor | None = None) -> None:
+        """Write the matrix into `out` `[m, r, p, q]`, and its transpose into `mirror` `[p, q, m, r]`, views of any strides.
+
+        Each term is one matrix product `[m p, n] x [n, r q]`, laid into place. The rows are taken in slabs that stay
+        in the cache between the product, its places, and its mirror: beyond that, only the memory's speed counts.
+        """
+        m, r, p, q = out.shape
+        step = min(m, max(1, SLAB // (r * p * q)))
+        buffer = torch.empty(step * r * p * q, dtype=self.dtype, device=self.device)
+        factors = [(term, term.b.full().reshape(term.b.n, -1)) for term in self.terms]
+        for start in range(0, m, step):
+            rows = slice(start, min(m, start + step))
+            slab = out[rows]
+            values_in_slab = buffer[: slab.numel()]
+            for i, (term, right) in enumerate(factors):
+                left = (term.a if step == m else term.a.part(rows, ALL)).full().reshape(term.a.n, -1)
+                torch.mm(left.T, right, out=values_in_slab.view(-1, right.shape[1]))
+                values = values_in_slab.view(-1, term.a.p, r, term.b.p)
+                values = values.permute(0, 2, 3, 1) if term.crossed else values.transpose(1, 2)
+                slab.copy_(values) if i == 0 else slab.add_(values)
+            if mirror is not None:
+                mirror[:, :, rows].copy_(slab.permute(2, 3, 0, 1))
 
     def entries(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Any slice of the matrix: the rows and columns with the given numbers, `[len(rows), len(columns)]`."""
@@ -290,20 +307,6 @@ def _ranges(whole: Blocks, part: Blocks, shape: tuple[int, int]) -> tuple[slice,
 
 def _unravel(index: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     return index // shape[1], index % shape[1]
-
-
-def _products(term: Term, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Slabs of `out` `[m, r, p, q]` with their values: one matrix product `[mp, n] x [n, rq]`, laid into place."""
-    a, b = term.a, term.b
-    m, r, p, q = a.m, b.m, a.p, b.p
-    step = m if a.n * m * p + m * r * p * q <= CHUNK else max(1, CHUNK // (a.n * p + r * p * q))
-    right = b.full().reshape(b.n, r * q)
-    for start in range(0, m, step):
-        rows = slice(start, start + step)
-        left = a.part(rows, ALL).full() if step < m else a.full()
-        values = (left.reshape(a.n, -1).T @ right).view(-1, p, r, q)
-        order = (0, 2, 3, 1) if term.crossed else (0, 2, 1, 3)
-        yield out[rows], values.permute(order)
 
 
 def _add_product(out: Tensor, term: Term, V: Tensor) -> None:

@@ -118,8 +118,13 @@ def gram(a: Stack, b: Stack) -> Tensor:
             same = a.left is a.right and b.left is b.right
             return left * (left if same else a.right[..., 0] @ b.right[..., 0].T)
         return (_pairs(a.left, b.left) * _pairs(a.right, b.right)).sum((1, 3))
+    if isinstance(a, Full) and isinstance(b, Full) and not (a.t.is_contiguous() or b.t.is_contiguous()):
+        a, b = a.T, b.T  # both transposed: the inner products are the same, and nothing need be copied
     step = max(1, CHUNK // (max(a.n, b.n) * a.p))
     if step >= a.m:
+        if a is b:
+            flat = a.full().flatten(1)
+            return flat @ flat.T
         return a.full().flatten(1) @ b.full().flatten(1).T
     total = torch.zeros(a.n, b.n, dtype=a.dtype, device=a.device)
     for start in range(0, a.m, step):
