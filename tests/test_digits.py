@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from curvlens import digits, nets
+from curvlens import Landscape, digits, nets
 
 
 def number(rows):
@@ -69,6 +69,15 @@ def test_training_takes_adamw_steps_on_the_scored_tokens():
         own.backward()
         optimizer.step()
     assert len(losses) == 3
+
+
+def test_the_loss_is_that_of_the_landscape():
+    net = nets.GPT(digits.VOCABULARY, digits.LENGTH, 8)
+    batches = digits.batches(1, size=8)
+    land = Landscape(net, batches, loss="next-token")
+    assert land.weight == 8 * 6
+    value = float(land.value())
+    assert digits.train(net, batches, steps=1)[0] == pytest.approx(value, rel=1e-5)  # float32
 
 
 def test_training_learns():

@@ -214,11 +214,21 @@ def guess_loss(model: Any, batch: Any) -> Loss:
     target = batch.get("labels") if isinstance(batch, Mapping) else batch[1]
     if isinstance(target, Tensor) and target.is_floating_point():
         return named("mse")
-    if not isinstance(batch, Mapping) or _encoder_decoder(model):
+    if not isinstance(batch, Mapping):
+        return named("next-token" if _repeats(batch[0], target) else "cross-entropy")
+    if _encoder_decoder(model):
         return named("cross-entropy")
     ids = batch.get("input_ids")
     per_token = target is None or (isinstance(ids, Tensor) and target.shape == ids.shape)
     return named("next-token" if per_token and _is_causal(model) else "cross-entropy")
+
+
+def _repeats(ids: Any, labels: Any) -> bool:
+    """Whether labels are the ids themselves where they are scored, so that each is to be predicted before it."""
+    if not isinstance(ids, Tensor) or not isinstance(labels, Tensor) or ids.shape != labels.shape:
+        return False
+    scored = labels != IGNORED
+    return not ids.is_floating_point() and ids.dim() > 1 and torch.equal(ids[scored], labels[scored])
 
 
 def _is_causal(model: Any) -> bool:

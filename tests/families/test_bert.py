@@ -58,6 +58,18 @@ def test_other_heads(head, names):
     assert [*found[-len(names) :]] == names
 
 
+@pytest.mark.parametrize("kind", ["XLMRoberta", "Camembert"])
+def test_kin_of_roberta(kind):
+    import transformers
+
+    model = getattr(transformers, f"{kind}ForMaskedLM")(_small(kind, pad_token_id=0))
+    blocks = families.blocks(model)
+    # the head may be registered first: then the tied block is its
+    assert blocks["head"] is blocks["embed.token"]
+    names = {*EMBED, *names_of_layers(1, LAYER), *MASKED}
+    assert {*blocks.names, *blocks["head"].aliases} - {"head"} == names
+
+
 @pytest.mark.parametrize("kind", ["Bert", "Roberta"])
 def test_decoder_with_cross_attention(kind):
     import transformers

@@ -88,6 +88,14 @@ def test_nanochat_has_separate_projections_and_grouped_heads():
     assert blocks["attn.value"].heads == (2, 1)
 
 
+def test_kin_without_a_number_of_heads_keep_their_own_names():
+    model, _ = MODELS["nanogpt"]()
+    del model.transformer["h"][0].attn.n_head
+    names = families.blocks(model).names
+    assert "transformer.h.0.attn.c_attn.weight" in names
+    assert "layer.1.attn.query" in names
+
+
 def test_scale_follows_the_configuration():
     sites = families.attention_sites(MODELS["gpt2_cross"]()[0])
     # by layer, as scale_attn_by_inverse_layer_idx asks

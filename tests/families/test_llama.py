@@ -1,6 +1,7 @@
 """Names of Llama, Mistral and Qwen."""
 
 import pytest
+import transformers
 
 from curvlens import families
 from models import MODELS, names_of_layers
@@ -44,10 +45,65 @@ def test_grouped_heads(name, heads, kv_heads, head_dim):
     assert blocks["layer.1.attn.out"].heads == (heads, 0)
     site = families.attention_sites(model)[1]
     assert (site.heads, site.kv_heads, site.head_dim) == (heads, kv_heads, head_dim)
-    assert site.between == (("query_norm", "rotary") if name == "qwen3" else ("rotary",))
+    assert (
+        site.between
+        == {
+            "llama": ("rotary",),
+            "mistral": ("rotary", "window"),
+            "qwen2": ("rotary",),
+            "qwen3": ("query_norm", "rotary"),
+        }[name]
+    )
 
 
 def test_biases_have_heads():
     blocks = families.blocks(MODELS["qwen2"]()[0])
     assert blocks["layer.0.attn.query.bias"].heads == (4, 0)
     assert blocks["layer.0.attn.value.bias"].heads == (2, 0)
+
+
+SIZES = {
+    "vocab_size": 11,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 3,
+    "intermediate_size": 12,
+    "max_position_embeddings": 16,
+    "pad_token_id": 0,
+}
+QUERY_NORMS = "attn.query_norm attn.key_norm"
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer", "norm", "head"),
+    [
+        ("Gemma", f"{PLAIN} {MLP} {NORMS}", ["norm"], []),
+        ("Gemma2", f"{PLAIN} {MLP} norm1 norm2 norm3 norm4", ["norm"], []),
+        ("Olmo", f"{PLAIN} {MLP}", [], ["head"]),
+        ("Olmo2", f"{PLAIN} {QUERY_NORMS} {MLP} {NORMS}", ["norm"], ["head"]),
+        ("Cohere", f"{PLAIN} {MLP} norm1", ["norm"], []),
+        ("SmolLM3", f"{PLAIN} {MLP} {NORMS}", ["norm"], []),
+    ],
+)
+def test_kin_with_norms_in_other_places(kind, layer, norm, head):
+    config = getattr(transformers, f"{kind}Config", None)
+    if config is None:
+        pytest.skip(f"this version of transformers has no {kind}")
+    model = getattr(transformers, f"{kind}ForCausalLM")(config(**SIZES))
+    blocks = families.blocks(model)
+    assert families.find(model).name == "llama-like"
+    assert [*blocks.names] == ["embed.token", *names_of_layers(2, layer), *norm, *head]
+    width = families.attention_sites(model)[0].head_dim
+    assert blocks["layer.1.attn.query"].shape == (8, 4 * width)
+    assert blocks["layer.1.attn.value"].heads == (2, 1)
+
+
+def test_kin_with_other_modules_keep_their_own_names():
+    from transformers import StableLmConfig, StableLmForCausalLM
+
+    model = StableLmForCausalLM(StableLmConfig(**SIZES, qk_layernorm=True))
+    names = families.blocks(model).names
+    assert "layer.0.attn.query" in names
+    assert any(name.startswith("model.layers.0.self_attn.q_layernorm") for name in names)

@@ -57,6 +57,21 @@ def test_other_heads(kind, last):
     assert [*names[-len(last) :]] == last
 
 
+@pytest.mark.parametrize("kind", ["MT5", "UMT5"])
+def test_kin(kind):
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=11, d_model=8, d_kv=3, d_ff=12, num_layers=1, num_heads=2, tie_word_embeddings=False
+    )
+    names = families.blocks(getattr(transformers, f"{kind}ForConditionalGeneration")(config)).names
+    assert names[:6] == (
+        "embed.token",
+        *(f"encoder.layer.0.{n}" for n in f"{ATTENTION} attn.position".split()),
+    )
+    assert not [name for name in names if name.endswith("weight")]
+
+
 def test_sites():
     sites = families.attention_sites(MODELS["t5"]()[0])
     assert [site.name for site in sites] == [

@@ -69,5 +69,5 @@ def test_attention_alone(more, names):
 def test_what_only_the_caller_knows_is_left_open():
     (site,) = families.attention_sites(MODELS["torch_attention"]()[0])
     assert (site.self_attention, site.causal) == (None, None)
-    assert (site.name, site.module, site.memory_argument) == ("look", "look", 1)
+    assert (site.name, site.module, site.key_argument, site.value_argument) == ("look", "look", 1, 2)
     assert site.between == ("extra",)

@@ -41,8 +41,8 @@ class Record:
         try:
             run(model, batch, blocks.to_parameters(vector))
             self.x, self.out = seen["queries"][0][0], first(seen["out"])[0]
-            memory = seen["memory"][site.memory_argument :]
-            self.keys_from, self.values_from = memory[0][0], memory[1 if len(memory) > 1 else 0][0]
+            self.keys_from = seen["memory"][site.key_argument][0]
+            self.values_from = seen["memory"][site.value_argument][0]
             if inside:  # its output is that of the heads when the projection is the identity
                 plain = blocks.split(vector.clone())
                 plain[site.out].copy_(torch.eye(*plain[site.out].shape))
@@ -171,6 +171,27 @@ def test_a_slice_of_out_takes_its_own_head(case):
         torch.testing.assert_close(after.heads, before.heads, rtol=0, atol=EXACT)
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "t5_gated"])
+def test_what_enters_down_is_linear_in_up_and_not_in_gate(name):
+    model, batch = MODELS[name]()
+    blocks = families.blocks(model)
+    vector = blocks.from_parameters(dict(model.named_parameters()))
+    layer = families.attention_sites(model)[1].layer
+    down = model.get_submodule(blocks[f"{layer}.mlp.down"].source.parameter.removesuffix(".weight"))
+
+    def entering(weights):
+        seen = {}
+        hook = down.register_forward_pre_hook(lambda _, args: seen.update(x=args[0]))
+        run(model, batch, blocks.to_parameters(weights))
+        hook.remove()
+        return seen["x"]
+
+    for role, linear in (("up", True), ("gate", False)):
+        changed, _ = perturbed(blocks, vector, f"{layer}.mlp.{role}")
+        curvature = entering(changed) - 2 * entering(vector) + entering(2 * vector - changed)
+        assert (curvature.abs().amax() < 100 * EXACT) == linear
+
+
 # -- every entry in one block
 
 
@@ -194,6 +215,15 @@ def test_parameters_make_the_round_trip(name):
     again = blocks.to_parameters(blocks.from_parameters(parameters))
     assert again.keys() == parameters.keys()
     assert all(torch.equal(again[n], p) for n, p in parameters.items())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_heads_lie_where_their_blocks_say(name):
+    model, _ = MODELS[name]()
+    blocks, parameters = families.blocks(model), dict(model.named_parameters())
+    heads = blocks.heads()
+    vector = blocks.from_parameters(parameters)
+    assert torch.equal(heads.from_parameters(parameters), vector[blocks.positions(heads)])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -268,6 +298,7 @@ def test_wrapped_models_keep_their_names():
     model, _ = MODELS["gpt2"]()
     assert families.blocks(nn.DataParallel(model)).names == families.blocks(model).names
     assert families.blocks(torch.compile(model)).names == families.blocks(model).names
+    assert families.find(torch.compile(model)).name == "gpt2"
 
 
 # -- a family of one's own

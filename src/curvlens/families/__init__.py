@@ -1,7 +1,16 @@
 """Families: what every parameter slice of a model does, and where its attention is.
 
-`blocks(model)` names the parameters of a model, "layer.0.attn.query" and so on, in whichever way it stores them;
-`attention_sites(model)` lists its attention modules. A model of one's own takes a few lines:
+`blocks(model)` names the parameters of a model by what they do, in whichever way it stores them:
+
+    embed.token, .position, .type, .patch, .class, .norm      layer.0.norm1, .norm2, …, in the order of use
+    layer.0.attn.query, .key, .value, .out, .position         layer.0.mlp.up, .gate, .down
+    layer.0.attn.query_norm, .key_norm                        norm (the last), head, head.transform, head.norm
+    layer.0.cross.query, … (attention to another sequence)    encoder.layer.0…, decoder.layer.0…
+
+with ".bias" behind for a bias. Linear maps are `[inputs, outputs]`, and those of attention divide into heads. What
+no family names keeps the name of its parameter. Inside of a user's module, names begin with the path to the model.
+
+`attention_sites(model)` lists the attention modules. A model of one's own takes a few lines:
 
     families.register(families.Family(
         "mine",

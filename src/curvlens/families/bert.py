@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from curvlens.families.family import Attention, Family, has, number, projections
+from curvlens.families.family import Attention, Family, attribute, has, projections
 
 HEADS = {"cls": "head", "lm_head": "head", "classifier": "head", "qa_outputs": "head"}
 MASKED_LM = {  # one bias, held by the head and by its decoder
@@ -30,15 +30,18 @@ CROSS_LAYER = {
 
 
 def _attention(module: nn.Module) -> Attention | None:
-    head_dim = number(module, "self.attention_head_size")
+    head_dim = attribute(module, "self.attention_head_size")
     paths = ("self.query", "self.key", "self.value", "output.dense")
-    causal = getattr(module.get_submodule("self"), "is_causal", None)
-    # relative positions exist up to version 4 of Transformers
+    causal = attribute(module, "self.is_causal")
+    # up to version 4 of Transformers, a decoder has one class for both attentions, and positions may be relative
+    if causal is None and attribute(module, "self.is_decoder") is False:
+        causal = False
     between = ("position",) if has("self.distance_embedding")(module) else ()
-    return projections(module, head_dim, *paths, scale=head_dim**-0.5, causal=causal, between=between)
+    scale = head_dim and head_dim**-0.5
+    return projections(module, head_dim, *paths, scale=scale, causal=causal, between=between)
 
 
-def _family(name: str, prefix: str) -> Family:
+def _family(name: str, prefix: str, child: str) -> Family:
     return Family(
         name,
         names={
@@ -50,7 +53,7 @@ def _family(name: str, prefix: str) -> Family:
                 "encoder.layer.*": "layer.*",
                 "pooler.dense": "pooler",
             },
-            f"{prefix}PreTrainedModel": {name: "", **HEADS},
+            f"{prefix}PreTrainedModel": {child: "", **HEADS},
             has("attention", "crossattention", "intermediate"): CROSS_LAYER,
             f"{prefix}Layer": LAYER,
             f"{prefix}LMPredictionHead": MASKED_LM,
@@ -63,4 +66,8 @@ def _family(name: str, prefix: str) -> Family:
     )
 
 
-FAMILIES = [_family("bert", "Bert"), _family("roberta", "Roberta")]
+FAMILIES = [
+    _family("bert", "Bert", "bert"),
+    _family("roberta", "*Roberta", "roberta"),  # and XLM-RoBERTa
+    _family("camembert", "Camembert", "roberta"),
+]

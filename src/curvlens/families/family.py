@@ -36,8 +36,7 @@ class Attention:
 
     `pieces` maps the parameter names within the module to the blocks "query", "key", "value", "out" and their
     biases, `[inputs, outputs]` each. `input`, `memory` and `output` are paths within the module, "" the module
-    itself: the queries are projections of the first argument of `input`, keys and values of the argument number
-    `memory_argument` of `memory`, and the output is that of `output` (its first, if it returns several).
+    itself; see `AttentionSite`.
     """
 
     heads: int
@@ -46,13 +45,12 @@ class Attention:
     pieces: Mapping[str, Sequence[Piece]]
     input: str = ""
     memory: str = ""
-    memory_argument: int = 0
+    key_argument: int = 0
+    value_argument: int = 0
     output: str = ""
     scale: float | None = None  # scores are `scale * q @ k.T`; None: not known
     causal: bool | None = None  # None: up to the caller, or not known
-    between: tuple[
-        str, ...
-    ] = ()  # between projection and softmax: "query_norm", "rotary", "position", "linear"
+    between: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,10 +93,10 @@ def has(*paths: str) -> Callable[[nn.Module], bool]:
 
 
 def submodule(module: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return module.get_submodule(path)
-    except AttributeError:
-        return None
+    found: nn.Module | None = module
+    for step in path.split(".") if path else []:
+        found = None if found is None else found._modules.get(step)
+    return found
 
 
 def is_linear(module: nn.Module | None) -> bool:
@@ -129,7 +127,7 @@ def leaf(module: nn.Module) -> dict[str, tuple[Piece, ...]]:
 
 def projections(
     module: nn.Module,
-    head_dim: int,
+    head_dim: int | None,
     query: str = "q_proj",
     key: str = "k_proj",
     value: str = "v_proj",
@@ -138,14 +136,14 @@ def projections(
     pieces: Mapping[str, Sequence[Piece]] | None = None,
     **site: Any,
 ) -> Attention | None:
-    """The attention whose projections are linear modules at these paths; None if they are not there.
+    """The attention whose projections are linear modules at these paths; None if they, or `head_dim`, are not there.
 
     Projections at the same path are fused, one behind the other in the order query, key, value, or
     `interleaved`: query, key and value of the first head, of the second head, and so on. Key and value may have
     fewer heads than the query. `pieces` adds blocks, `site` further fields of `Attention`.
     """
     linears = {path: submodule(module, path) for path in (query, key, value, out)}
-    if not all(is_linear(linear) for linear in linears.values()):
+    if not head_dim or not all(is_linear(linear) for linear in linears.values()):
         return None
     shapes = {path: _inputs_outputs(linear) for path, linear in linears.items() if linear is not None}
     together = [role for role, path in (("query", query), ("key", key), ("value", value)) if path == key]
@@ -212,11 +210,9 @@ def has_parameter(module: nn.Module, path: str) -> bool:
     return holder is not None and holder._parameters.get(name) is not None
 
 
-def number(module: nn.Module, *attributes: str) -> int:
-    """The first of these attributes, dotted paths, that a module has: their names change between versions."""
-    for attribute in attributes:
-        try:
-            return int(attrgetter(attribute)(module))
-        except AttributeError:
-            continue
-    raise AttributeError(f"expected {type(module).__name__} to have one of {', '.join(attributes)}")
+def attribute(module: nn.Module, path: str) -> Any:
+    """The attribute at a dotted path, None if there is none."""
+    try:
+        return attrgetter(path)(module)
+    except AttributeError:
+        return None

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
-from curvlens.families.family import Attention, Family, has, number, projections
+from curvlens.families.family import Attention, Family, attribute, has, projections
 
 MODEL = {"wte": "embed.token", "wpe": "embed.position", "h.*": "layer.*", "ln_f": "norm"}
 MLP = {"mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
@@ -22,41 +20,42 @@ CROSS_BLOCK = {
 }
 
 
-def _attention(module: Any) -> Attention | None:
-    scale = module.head_dim**-0.5 if module.scale_attn_weights else 1.0
-    if module.scale_attn_by_inverse_layer_idx:
-        scale /= module.layer_idx + 1
-    cross = module.is_cross_attention
+def _attention(module: nn.Module) -> Attention | None:
+    head_dim, cross = attribute(module, "head_dim"), bool(attribute(module, "is_cross_attention"))
+    scale = head_dim**-0.5 if head_dim and attribute(module, "scale_attn_weights") else 1.0
+    if attribute(module, "scale_attn_by_inverse_layer_idx"):
+        scale /= attribute(module, "layer_idx") + 1
     query = "q_attn" if cross else "c_attn"
-    head_dim = module.head_dim
     return projections(module, head_dim, query, "c_attn", "c_attn", "c_proj", scale=scale, causal=not cross)
 
 
-def _kin(module: nn.Module) -> Attention | None:
-    """nanoGPT: one c_attn for query, key and value; nanochat: c_q, c_k and c_v, with rotary positions and norms."""
-    if has("c_attn")(module):
-        width, heads = number(module, "n_embd"), number(module, "n_head")
-        return projections(
-            module,
-            width // heads,
-            *("c_attn", "c_attn", "c_attn", "c_proj"),
-            scale=(width // heads) ** -0.5,
-            causal=True,
-        )
-    return projections(
-        module, number(module, "head_dim"), "c_q", "c_k", "c_v", "c_proj", causal=True, between=("rotary",)
-    )
+_is_kin = has("wte", "h.0.attn.c_proj")
+_holds_kin = has("transformer.wte", "transformer.h.0.attn.c_proj")
+
+
+def _fused(module: nn.Module) -> Attention | None:
+    """nanoGPT and minGPT: the columns of one matrix are query, key and value."""
+    heads, width = attribute(module, "n_head"), attribute(module, "n_embd")
+    head_dim = width // heads if heads and width else None
+    paths = ("c_attn", "c_attn", "c_attn", "c_proj")
+    return projections(module, head_dim, *paths, scale=head_dim and head_dim**-0.5, causal=True)
+
+
+def _separate(module: nn.Module) -> Attention | None:
+    """nanochat and modded-nanoGPT: three matrices, and norms and rotations that are not modules."""
+    head_dim = attribute(module, "head_dim")
+    return projections(module, head_dim, "c_q", "c_k", "c_v", "c_proj", causal=True, between=("unknown",))
 
 
 FAMILIES = [
     Family(
         "nanogpt",
         names={
-            has("wte", "h"): MODEL,
-            has("transformer.wte", "transformer.h"): {"transformer": "", "lm_head": "head"},
+            _is_kin: MODEL,
+            _holds_kin: {"transformer": "", "lm_head": "head"},
             has("attn", "mlp.c_fc", "mlp.c_proj"): BLOCK,
         },
-        attention={has("c_attn", "c_proj"): _kin, has("c_q", "c_k", "c_v", "c_proj"): _kin},
+        attention={has("c_attn", "c_proj"): _fused, has("c_q", "c_k", "c_v", "c_proj"): _separate},
     ),
     Family(
         "gpt2",

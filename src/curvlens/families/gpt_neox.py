@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import nn
 
-from curvlens.families.family import Attention, Family, number, projections
+from curvlens.families.family import Attention, Family, attribute, projections
 
 
 def _attention(module: nn.Module) -> Attention | None:
     fused = "query_key_value"
     return projections(
         module,
-        number(module, "head_size"),
+        attribute(module, "head_size"),
         *(fused, fused, fused, "dense"),
         interleaved=True,
         causal=True,

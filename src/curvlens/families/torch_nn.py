@@ -33,7 +33,8 @@ def _attention(module: nn.MultiheadAttention) -> Attention:
         module.head_dim,
         {name: cut for name, cut in pieces.items() if name in present},
         # out_proj is never called: its weight is an argument of the one function that does it all
-        memory_argument=1,
+        key_argument=1,
+        value_argument=2,
         scale=module.head_dim**-0.5,
         between=("extra",) if module.bias_k is not None or module.add_zero_attn else (),
     )
@@ -69,13 +70,5 @@ FAMILIES = [
             },
         },
         attention={nn.MultiheadAttention: _attention},
-    ),
-    Family(
-        "wrapper",
-        names={
-            "DistributedDataParallel": {"module": ""},
-            "DataParallel": {"module": ""},
-            "OptimizedModule": {"_orig_mod": ""},  # torch.compile
-        },
     ),
 ]

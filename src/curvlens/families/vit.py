@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from torch import nn
 
-from curvlens.families.family import Attention, Family, has, number, projections
+from curvlens.families.family import Attention, Family, attribute, has, projections
 
 
 def _attention(module: nn.Module) -> Attention | None:
     if has("q_proj")(module):
-        return projections(module, number(module, "head_dim"), causal=False)
+        return projections(module, attribute(module, "head_dim"), causal=False)
     # up to version 4 of Transformers
-    head_dim = number(module, "attention.attention_head_size")
+    head_dim = attribute(module, "attention.attention_head_size")
     paths = ("attention.query", "attention.key", "attention.value", "output.dense")
-    return projections(module, head_dim, *paths, scale=head_dim**-0.5, causal=False)
+    return projections(module, head_dim, *paths, scale=head_dim and head_dim**-0.5, causal=False)
 
 
 FAMILIES = [

@@ -14,7 +14,17 @@ from torch import nn
 from curvlens.blocks import Block, Blocks, Slice
 from curvlens.families.family import Attention, Family, Piece, leaf
 
-_families: list[Family] = []
+WRAPPER = Family(
+    "wrapper",
+    {
+        "DistributedDataParallel": {"module": ""},
+        "DataParallel": {"module": ""},
+        "AveragedModel": {"module": ""},
+        "OptimizedModule": {"_orig_mod": ""},  # torch.compile
+    },
+)
+"""Modules that hold a model and name nothing."""
+_families: list[Family] = [WRAPPER]
 PARAMETERS = Family("parameters")
 """The family of every other model: blocks are parameters, under their own names."""
 
@@ -23,10 +33,14 @@ PARAMETERS = Family("parameters")
 class AttentionSite:
     """Where one attention of a model is, and what is known of it without running the model.
 
-    The queries are projections of the first argument of the module at `input`; keys and values those of the
-    argument number `memory_argument` of the module at `memory`; the projected output is the output of the module
-    at `output`, the first if it returns several. Where the projections are modules, these are `input`, `memory`
-    and `output`; where they are parameters of the attention module, it stands for all three.
+    Queries are projections of the first argument of the module at `input`; keys and values are projections of
+    the arguments number `key_argument` and `value_argument` of the module at `memory`. The projected output is the
+    output of the module at `output`, the first if there are several. Where the projections are modules, `input`,
+    `memory` and `output` are these; where they are parameters of the attention module, it stands for all three.
+
+    `between` names what else than `softmax(scale * q @ k.T) @ v` under a mask the attention does: "query_norm",
+    "rotary", "position" (a bias by distance), "window" (a mask of distant tokens), "extra" (keys and values of its
+    own), "linear" (no softmax), "unknown" (only its code tells).
     """
 
     layer: str  # "layer.0", "encoder.layer.0", "" for an attention on its own
@@ -34,7 +48,8 @@ class AttentionSite:
     module: str  # paths in the model, "" the model itself
     input: str
     memory: str
-    memory_argument: int
+    key_argument: int
+    value_argument: int
     output: str
     heads: int
     kv_heads: int
@@ -42,9 +57,7 @@ class AttentionSite:
     self_attention: bool | None  # None: up to the caller of the module
     causal: bool | None  # None: up to the caller of the module
     scale: float | None  # scores are `scale * q @ k.T`
-    between: tuple[
-        str, ...
-    ]  # what lies between projections and softmax: "query_norm", "rotary", "position", …
+    between: tuple[str, ...]
     query: str  # names of blocks
     key: str
     value: str
@@ -53,7 +66,8 @@ class AttentionSite:
 
 def register(family: Family) -> Family:
     """Make a family known. It comes before those registered earlier, and replaces one of the same name."""
-    _families[:] = [family, *(known for known in _families if known.name != family.name)]
+    others = [known for known in _families if known.name not in (family.name, WRAPPER.name)]
+    _families[:] = [WRAPPER, family, *others]
     return family
 
 
@@ -63,7 +77,7 @@ def find(model: nn.Module) -> Family:
     while queue:
         module = queue.popleft()
         family = next((family for family in _families if family.knows(module)), None)
-        if family is not None:
+        if family is not None and family is not WRAPPER:
             return family
         queue.extend(child for child in module._modules.values() if child is not None)
     return PARAMETERS
@@ -154,7 +168,8 @@ class _Walk:
                 module=path,
                 input=_join(path, attention.input),
                 memory=_join(path, attention.memory),
-                memory_argument=attention.memory_argument,
+                key_argument=attention.key_argument,
+                value_argument=attention.value_argument,
                 output=_join(path, attention.output),
                 heads=attention.heads,
                 kv_heads=attention.kv_heads,
@@ -222,7 +237,7 @@ def _blocks_of(parameter: str, shape: torch.Size, pieces: Sequence[Piece] | None
 def _require_partition(parameter: str, shape: torch.Size, cut: Sequence[Block]) -> None:
     if len(cut) == 1 and _is_whole(cut[0]):
         return
-    times = torch.zeros(shape, dtype=torch.uint8)
+    times = torch.zeros(shape, dtype=torch.uint8, device="cpu")  # models may be made on "meta"
     for block in cut:
         assert block.source is not None
         block.source.view(times).add_(1)
