@@ -268,8 +268,8 @@ def test_cross_entropy_on_a_stack_with_a_head():
     assert relative(R.functional.dense(), H - Ho) < 1e-11
 
 
-def test_theorem_5():
-    """`∂²Z/∂W_i∂W_j = (J_Z ⊗ I) ξ_ij + (I ⊗ B_iᵀ) H_Z B_j` for the second norm of a post-norm block.
+def test_theorems_4_and_5():
+    """`∂Z/∂W_i = J_Z B_i`, and `∂²Z/∂W_i∂W_j = (J_Z ⊗ I) ξ_ij + (I ⊗ B_iᵀ) H_Z B_j` for the second norm of a post-norm block.
 
     `S = Y + FFN(Y)` before the norm, `B_i = ∂S/∂W_i`, `ξ_ij = ∂B_i/∂W_j`; `J_Z`, `H_Z` of the norm at `S`.
     """
@@ -284,7 +284,10 @@ def test_theorem_5():
     J_Z = torch.block_diag(*norm2.row_jacobians(S))
     H_Z = torch.block_diag(*torch.einsum("iabc,ia->ibc", norm2.row_hessians(S), g))
     xi = below.second(X, (J_Z.T @ g.flatten()).view(3, 3))  # (J_Z ⊗ I) ξ, contracted with g
-    whole = layer.second(X, g)
+    whole, gradient = layer.second(X, g), layer.jacobian(X)
+    for a in weights:
+        # Theorem 4: ∂Z/∂W_i = J_Z B_i
+        assert relative(gradient.block("output", a).dense(), J_Z @ B[:, names[a]]) < 1e-12
     for a in weights:
         for b in weights:
             expected = xi.block(a, b).dense() + B[:, names[a]].T @ H_Z @ B[:, names[b]]

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import curvlens.exact as exact
 from curvlens.exact import SelfAttention
 from curvlens.exact.attention_jet import AttentionLayer
 from curvlens.exact.block import stack
@@ -95,6 +96,10 @@ def test_no_block_exceeds_its_bounds(placement, L, scale, causal, seed):
     X, Y = scale * randn(2, L, 3, seed=seed), randn(2, L, 3, seed=seed + 1)
     found = block_bounds(layer, X, Y)
     assert (found.true <= found.total * ROUNDING + 1e-14 * found.true.max()).all()
+    R = exact.hessian(layer, X, Y)
+    assert norm(R.total.dense()) <= found.whole * ROUNDING
+    assert norm(R.outer.dense()) <= norm(found.outer) * ROUNDING
+    assert norm(R.functional.dense()) <= norm(found.functional) * ROUNDING
 
 
 def test_a_stack_with_a_head_under_cross_entropy():

@@ -126,7 +126,7 @@ def test_models_of_transformers(name):
     found = exact.propagation(model, batch, samples=2, eigenvalues=False)
     names = [step.name for step in found.sublayers]
     assert names[-1] == "head"
-    assert any(n.endswith(".attn") for n in names)
+    assert sum(n.endswith((".attn", ".mlp")) for n in names) == len(names) - 1 == 4
     for step in found.sublayers:
         assert step.total.frobenius.value > 0
     assert "created: trace" in str(found)
@@ -151,6 +151,12 @@ def test_a_parallel_block_is_one_step():
     curvatures = StreamCurvatures(parallel)
     assert [s.name for s in curvatures.steps] == ["blocks.0", "layer.1.attn", "layer.1.mlp", "head"]
     assert curvatures.steps[0].end == Place("blocks.1", "input")
+
+
+@pytest.mark.parametrize("name", ["t5", "gpt2_cross"])
+def test_two_streams_are_refused(name):
+    with pytest.raises(ValueError, match="expected one self-attention in each entry"):
+        find_steps(MODELS[name]()[0])
 
 
 def test_a_model_without_attention():

@@ -27,10 +27,13 @@ Placement = Literal["post", "pre", "none"]
 class TransformerBlock(Chain):
     """A block over "attn.query", …, "norm1", "norm1.bias", "mlp.up", …, "norm2", …
 
-    >>> attn = exact.SelfAttention(W_Q, W_K, W_V, W_O=W_O, heads=4, causal=True)
-    >>> block = TransformerBlock(attn, exact.FeedForward(W_1, W_2), norm1, norm2, norm="pre")
-    >>> R = exact.hessian(block, X, Y)
-    >>> R.total.block("attn.query", "mlp.up").dense()
+    >>> import torch, curvlens.exact as exact
+    >>> W = torch.eye(4, dtype=torch.float64)
+    >>> attn, mlp = exact.SelfAttention(W, W, W, W_O=W, heads=2, causal=True), exact.FeedForward(W, W)
+    >>> block = TransformerBlock(attn, mlp, exact.LayerNorm(W[0] + 1), exact.LayerNorm(W[1] + 1), norm="pre")
+    >>> R = exact.hessian(block, W, 0 * W)
+    >>> R.total.block("attn.query", "mlp.up").shape
+    (16, 16)
 
     `norm="none"` takes no norms. Either norm may be left out by None, and so may the feed-forward sublayer.
     """

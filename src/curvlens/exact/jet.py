@@ -200,7 +200,7 @@ class Curvature(Operator):
 
     `bend` is the layer's `along(g)`, with the loss's gradient `g` at the output, and `B` the product with the loss's
     Hessian there. Without `B` it is the functional part, without `bend` the outer-product part. A product costs
-    about as much as four evaluations of the layer.
+    about three gradients for the whole, two for the functional part, one and a half for the outer.
     """
 
     def __init__(self, jet: Jet, space: Blocks, x: Tensor, bend: Bend | None, B: Quadratic | None = None):

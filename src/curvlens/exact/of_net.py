@@ -38,17 +38,19 @@ def of_linear_mlp(net: nets.LinearMLP) -> LinearMLP:
 
 def _block(block: nets.Block) -> TransformerBlock:
     attn = block.attn
-    biases = {f"b_{n}": _bias(getattr(attn, f"b_{n}")) for n in "QKVO"}
     attention = SelfAttention(
         attn.W_Q.detach(),
         attn.W_K.detach(),
         attn.W_V.detach(),
         W_O=attn.W_O.detach(),
+        b_Q=_bias(attn.b_Q),
+        b_K=_bias(attn.b_K),
+        b_V=_bias(attn.b_V),
+        b_O=_bias(attn.b_O),
         heads=attn.heads,
         scale=attn.scale,
         causal=attn.causal,
         activation=attn.attention,
-        **biases,
     )
     mlp = block.mlp
     return TransformerBlock(

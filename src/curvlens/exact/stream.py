@@ -300,11 +300,10 @@ def find_steps(model: nn.Module) -> list[Step]:
     blocks: dict[str, families.AttentionSite] = {}
     for site in families.attention_sites(model):
         path = _block_path(site.module)
-        if path is None or path in blocks:
+        if path is None or path in blocks or site.self_attention is False:
             raise ValueError(
-                "expected blocks in a list, each with one self-attention, got "
-                f"{site.module!r}{' beside another' if path in blocks else ''}; curvature propagation along one stream "
-                "is for encoders and decoders by themselves"
+                f"expected one self-attention in each entry of a list of blocks, got {site.module!r} besides or "
+                "elsewhere; curvature propagates along one stream, of an encoder or a decoder by itself"
             )
         blocks[path] = site
     if not blocks:
