@@ -269,7 +269,7 @@ def test_cross_entropy_on_a_stack_with_a_head():
 
 
 def test_theorems_4_and_5():
-    """`∂Z/∂W_i = J_Z B_i`, and `∂²Z/∂W_i∂W_j = (J_Z ⊗ I) ξ_ij + (I ⊗ B_iᵀ) H_Z B_j` for the second norm of a post-norm block.
+    """`∂Z/∂W_i = J_Z B_i` and `∂²Z/∂W_i∂W_j = (J_Z ⊗ I) ξ_ij + (I ⊗ B_iᵀ) H_Z B_j`, for a second norm after its sum.
 
     `S = Y + FFN(Y)` before the norm, `B_i = ∂S/∂W_i`, `ξ_ij = ∂B_i/∂W_j`; `J_Z`, `H_Z` of the norm at `S`.
     """
