@@ -137,6 +137,35 @@ def test_attention_of_all_to_one_has_norm_root_L():
     assert first(jet)["value"] >= norm(layer.jacobian(X).block("output", "value").dense())
 
 
+def test_bounds_of_queries_are_within_twice_the_truth():
+    """Three keys, two of them opposite and a quarter of the attention each, values that tell the third apart."""
+    s = 1 / math.sqrt(2)
+    keys = torch.tensor([[1.0, 0], [-1, 0], [0, math.log(2) / s]], dtype=torch.float64)
+    values = torch.tensor([[1.0], [1], [-1]], dtype=torch.float64)
+    X = torch.cat([keys, values], dim=1)
+    eye = torch.eye(3, dtype=torch.float64)
+    layer = AttentionLayer(SelfAttention(0 * eye[:, :2], eye[:, :2], eye[:, 2:], b_Q=eye[1, :2]))
+    g = torch.zeros(3, 1, dtype=torch.float64)
+    g[0] = 1
+    S = layer.second(X, g).block("query.bias").dense()
+    reach = len(X)  # the bias moves the queries of all three tokens, the gradient is at one of them
+    bound = second(layer.at(Tokens.of(X)), g)["query.bias", "query.bias"] / reach
+    assert bound / 2 == pytest.approx(norm(S), rel=1e-12)
+
+
+def test_a_skip_adds_one():
+    """`x + x W` for a small `W`: a bound without the skip would be small."""
+    W = 0.01 * randn(3, 3)
+    model = exact.Chain(
+        [("in", Linear(randn(3, 3, seed=1))), ("", exact.Chain([("skipped", Linear(W))], residual=True))]
+    )
+    X, Y = randn(4, 3, seed=2), randn(4, 3, seed=3)
+    found = block_bounds(model, X, Y)
+    assert (found.true <= found.total * ROUNDING).all()
+    # ‖B‖ ‖X‖² (1 + ‖W‖)² against the true norm: W is all that separates the two
+    assert found.outer[0, 0] <= found.true[0, 0] * 1.1
+
+
 def test_unknown_layers_are_named():
     class Odd:
         pass
