@@ -223,15 +223,16 @@ class SelfAttention:
         return layer
 
     def _attend(self, x: Tensor, mask: Mask) -> Tensor:
-        output = 0
+        output: Tensor | None = None
         for h in range(self.heads):
             A = self.activation.attend(self.score(x, h), mask)
             v = x @ _require(self.head("value", h))
             b = self.bias("value", h)
             v = v if b is None else v + b
             out = self.head("out", h)
-            output = output + A @ (v if out is None else v @ out)
-        assert isinstance(output, Tensor)
+            mixed = A @ (v if out is None else v @ out)
+            output = mixed if output is None else output + mixed
+        assert output is not None
         return output + self.biases["out"] if "out" in self.biases else output
 
     def score(self, x: Tensor, h: int) -> Tensor:
@@ -260,12 +261,16 @@ class SelfAttention:
     def _given_masks(self, tokens: Tokens) -> list[Mask]:
         if self.mask is None:
             return [None] * len(tokens.lengths)
-        one = isinstance(self.mask, Tensor) and len(set(tokens.lengths)) == 1
-        masks = [self.mask] * len(tokens.lengths) if one else list(self.mask)
-        if isinstance(self.mask, Tensor) and one:
-            L, batch = tokens.lengths[0], len(tokens.lengths)
-            if self.mask.shape in ((batch, L, L), (batch, L)) and self.mask.shape not in ((L, L), (L,)):
-                masks = list(self.mask)
+        L, batch = tokens.lengths[0], len(tokens.lengths)
+        masks: list[Tensor]
+        if not isinstance(self.mask, Tensor):
+            masks = list(self.mask)
+        elif self.mask.shape in ((L, L), (L,)):
+            masks = [self.mask] * batch
+        else:
+            masks = list(self.mask)
+        if len(masks) != batch:
+            raise ValueError(f"expected one mask for each of {batch} sequences, got {len(masks)}")
         result: list[Mask] = []
         for L, mask in zip(tokens.lengths, masks, strict=True):
             if mask.dtype != torch.bool or tuple(mask.shape) not in ((L,), (L, L)):

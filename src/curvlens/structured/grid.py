@@ -285,9 +285,8 @@ def _write(cell: Operator | None, target: Tensor, mirror: Tensor | None) -> None
     """Write a cell into its place `[m, r, p, q]` and its adjoint into the place across the diagonal."""
     if isinstance(cell, KroneckerSum):
         shape = (*cell.rows, *cell.columns)
-        if target.shape == shape:
-            return cell.write(target, mirror)
-        return cell.write(target.view(shape), None if mirror is None else mirror.view(shape[2:] + shape[:2]))
+        cell.write(target.view(shape), None if mirror is None else mirror.view(shape[2:] + shape[:2]))
+        return
     if cell is None:
         target.zero_()
     else:

@@ -140,7 +140,7 @@ class KroneckerSum(Operator):
         return matrix
 
     def write(self, out: Tensor, mirror: Tensor | None = None) -> None:
-        """Write the matrix into `out` `[m, r, p, q]`, and its transpose into `mirror` `[p, q, m, r]`, views of any strides.
+        """Write the matrix into `out` `[m, r, p, q]`, and its transpose into `mirror` `[p, q, m, r]`; any views.
 
         Each term is one matrix product `[m p, n] x [n, r q]`, laid into place. The rows are taken in slabs that stay
         in the cache between the product, its places, and its mirror: beyond that, only the memory's speed counts.
