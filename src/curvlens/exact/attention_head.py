@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,6 +77,7 @@ class Head:
             assert W_K is not None
             self.q, self.K = s * (self.x @ W_Q), s * W_K
             self.keys = self.x @ W_K
+        self.fixed: Any = None  # what products keep, see attention_product
         self.A: list[Tensor] = []
         self.rows: list[RowMoments] = []
         for q, k, (_, mask) in zip(groups.split(self.q), groups.split(self.keys), groups.parts, strict=True):

@@ -131,22 +131,27 @@ class WeightedMoments:
         return self._moment(self.third_weights(u), left, right)
 
     def push(self, dT: Tensor) -> Tensor:
-        """`(∂A_i/∂T_i) dT_i`, `[K, b, L, L]`."""
-        return (
-            self.first * (dT - (self.first * dT).sum(-1, keepdim=True)) if self.centred else self.first * dT
-        )
+        """`(∂A_i/∂T_i) dT_i`, `[..., b, L, L]`; its own transpose for these maps."""
+        moved = self.first * dT
+        if not self.centred:
+            return moved
+        return torch.addcmul(moved, self.first, moved.sum(-1, keepdim=True), value=-1)
 
     def back(self, u: Tensor) -> Tensor:
-        """`(∂A_i/∂T_i)ᵀ u_i`: as `push`, the derivatives of these maps being symmetric."""
+        """`(∂A_i/∂T_i)ᵀ u_i`."""
         return self.push(u)
 
-    def turn(self, u: Tensor, dT: Tensor) -> Tensor:
-        """`(Σ_j u_ij ∂²A_ij/∂T_i²) dT_i`, `[K, b, L, L]`."""
-        weights = self.third_weights(u)
+    def back_and_turn(self, du: Tensor, dT: Tensor, weights: Tensor) -> Tensor:
+        """`(∂A_i/∂T_i)ᵀ du_i + (Σ_j u_ij ∂²A_ij/∂T_i²) dT_i`, with the `third_weights` of `u`.
+
+        Softmax, with weights `W = A ∘ (u − ū)`: `Z − A (1·Z) − W (A·dT)` for `Z = A ∘ du + W ∘ dT`.
+        """
+        moved = torch.addcmul(self.first * du, weights, dT)
         if not self.centred:
-            return weights * dT
-        mean = (self.first * dT).sum(-1, keepdim=True)
-        return weights * (dT - mean) - self.first * (weights * dT).sum(-1, keepdim=True)
+            return moved
+        mean = torch.linalg.vecdot(self.first, dT)[..., None]
+        moved = torch.addcmul(moved, self.first, moved.sum(-1, keepdim=True), value=-1)
+        return moved.addcmul_(weights, mean, value=-1)
 
     def _moment(self, weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
         b, L, _ = weights.shape
@@ -188,11 +193,15 @@ class GeneralMoments:
     def push(self, dT: Tensor) -> Tensor:
         return (self.first @ dT[..., None])[..., 0]
 
-    def turn(self, u: Tensor, dT: Tensor) -> Tensor:
-        return (self._second(u) @ dT[..., None])[..., 0]
-
     def back(self, u: Tensor) -> Tensor:
         return (u[..., None, :] @ self.first)[..., 0, :]
+
+    def third_weights(self, u: Tensor) -> Tensor:
+        """`Σ_j u_ij ∂²A_ij/∂T_i²`, `[b, L, L, L]`."""
+        return self._second(u)
+
+    def back_and_turn(self, du: Tensor, dT: Tensor, weights: Tensor) -> Tensor:
+        return self.back(du) + (weights @ dT[..., None])[..., 0]
 
 
 RowMoments: TypeAlias = "WeightedMoments | GeneralMoments"

@@ -10,6 +10,9 @@ direction needs neither, and gives both parts:
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -61,9 +64,7 @@ class AttentionOperator(BlockOperator):
         return torch.cat([self._apply(part) for part in stack.split(step)])
 
     def _apply(self, stack: Tensor) -> Tensor:
-        # zeros only where a block may get nothing; each head adds to the blocks that it uses
-        out = stack.new_zeros(len(stack), self.codomain.size)
-        parts, results = self._by_kind(stack, self.domain), self._by_kind(out, self.codomain)
+        parts = self._by_kind(stack, self.domain)
         passes = [_Pass(self.layer, head, parts) for head in self.heads]
         gradient = None
         if self.outer:
@@ -73,10 +74,24 @@ class AttentionOperator(BlockOperator):
             if "out.bias" in parts:
                 moved = moved + parts["out.bias"][:, None]
             gradient = self._through_loss(moved)
-            if "out.bias" in results:
-                results["out.bias"] += gradient.sum(1)
-        for each in passes:
-            each.back(gradient, self.functional, results)
+        found = [each.back(gradient, self.functional) for each in passes]
+        if gradient is not None and "out.bias" in parts:
+            found[0]["out.bias"] = gradient.sum(1)
+        return self._assembled(found, stack)
+
+    def _assembled(self, found: list[Parts], stack: Tensor) -> Tensor:
+        """The product `[K, rows]` from what every head adds to the blocks that it uses."""
+        names = self.codomain.names
+        if len(found) == 1 and not self.layer.stacked and all(name in found[0] for name in names):
+            return torch.cat([found[0][name].flatten(1) for name in names], dim=1)
+        out = stack.new_zeros(len(stack), self.codomain.size)
+        results = self._by_kind(out, self.codomain)
+        for head, parts in zip(self.heads, found, strict=True):
+            for name, part in parts.items():
+                kind, target = name.removesuffix(".bias"), results[name]
+                if name != "out.bias":  # which belongs to no head
+                    target = view_of(self.layer, target, kind, head.index, bias=kind != name)
+                target += part
         return out
 
     def _through_loss(self, moved: Tensor) -> Tensor:
@@ -90,136 +105,141 @@ class AttentionOperator(BlockOperator):
         return {block.name: stack[:, blocks.ranges[block.name]].unflatten(1, block.shape) for block in blocks}
 
 
+class Fixed(NamedTuple):
+    """What one head needs of a group of sequences for any direction, `[b, L, ·]`."""
+
+    values: Tensor
+    keys: Tensor  # s x W_K
+    queries: Tensor  # s x W_Q
+    gradient: Tensor  # W_O g
+    scores: Tensor  # the gradient of the scores, times s
+    weights: Tensor  # third_weights
+
+
+def fixed(head: Head) -> list[Fixed]:
+    """One a group; kept with the head, since every product needs them."""
+    if head.fixed is None:
+        s, split = head.layer.scale, head.groups.split
+        keys = s * (head.keys[:, : head.layer.d] if head.single else head.keys)
+        rows = zip(head.rows, head.u, head.pulled, strict=True)
+        parts = zip(split(head.values), split(keys), split(head.q), split(head.g_value), rows, strict=True)
+        head.fixed = [
+            Fixed(v, k, q, g, s * pulled, moments.third_weights(u))
+            for v, k, q, g, (moments, u, pulled) in parts
+        ]
+    return head.fixed
+
+
 class _Pass:
-    """One head along `K` directions; tangents are `[K, n, ·]`."""
+    """One head along `K` directions; tangents are `[K, n, ·]`, those of groups `[K, b, L, ·]`."""
 
     def __init__(self, layer: SelfAttention, head: Head, parts: Parts):
-        self.layer, self.head = layer, head
-        self.x = head.x[:, : layer.d]
-        self.s = layer.scale
-        self.tangents = {kind: self._tangent(kind, parts) for kind in layer.weights}
-        self.dv = self._along("value")
-        if head.single:
-            self.dq, self.dk = self.s * self._along("query_key"), None
-        else:
-            self.dq, self.dk = self.s * self._along("query"), self._along("key")
-        self.keys = head.keys[:, : layer.d] if head.single else head.keys
-        self.dT = [self._scores(i) for i in range(len(head.rows))]
+        self.layer, self.head, self.parts = layer, head, parts
+        self.fixed = fixed(head)
+        self.x = head.x[:, : layer.d] if layer.augmented else head.x
+        self.dv = self._grouped(self._along("value"))
+        self.dq = self._grouped(self._along("query_key" if head.single else "query"))
+        self.dk = None if head.single else self._grouped(self._along("key"))
+        self.dT = [self._scores(i, part) for i, part in enumerate(self.fixed)]
         self.dA = [rows.push(dT) for rows, dT in zip(head.rows, self.dT, strict=True)]
 
-    def _view(self, stack: Tensor, kind: str, bias: bool) -> Tensor:
-        """This head's part of a block `[K, ...]`, a view."""
-        layer, h = self.layer, self.head.index
-        group = layer.group(kind, h)
-        if layer.stacked:
-            return stack[:, group]
-        if layer.heads == 1:
-            return stack
-        if kind == "out":
-            return stack.unflatten(1, (layer.heads, -1))[:, h]
-        if bias:
-            return stack.unflatten(1, (layer.groups[kind], -1))[:, group]
-        return stack.unflatten(2, (layer.groups[kind], -1))[:, :, group]
-
-    def _tangent(self, kind: str, parts: Parts) -> tuple[Tensor, Tensor | None]:
-        weight = self._view(parts[kind], kind, False)
-        name = f"{kind}.bias"
-        bias = self._view(parts[name], kind, True) if name in parts and kind != "out" else None
-        return weight, bias
+    def _part(self, kind: str) -> Tensor:
+        """The direction of this head's weight `[K, d, k]`, a view."""
+        return view_of(self.layer, self.parts[kind], kind, self.head.index, bias=False)
 
     def _along(self, kind: str) -> Tensor:
-        weight, bias = self.tangents[kind]
-        moved = self.x @ weight
-        return moved if bias is None else moved + bias[:, None]
+        moved = self.x @ self._part(kind)
+        name = f"{kind}.bias"
+        if name in self.parts:
+            moved = moved + view_of(self.layer, self.parts[name], kind, self.head.index, bias=True)[:, None]
+        return moved
 
-    def _grouped(self, rows: Tensor, i: int) -> Tensor:
-        """Rows `[K, n, m]` of group `i` as `[K, b, L, m]`; of tokens that do not move, `[n, m]` as `[b, L, m]`."""
-        x = self.head.groups.parts[i][0]
-        start = self.head.groups.starts[i]
-        return rows.narrow(-2, start, x.shape[0] * x.shape[1]).unflatten(-2, x.shape[:2])
+    def _grouped(self, rows: Tensor) -> list[Tensor]:
+        """`[K, n, m]` as `[K, b, L, m]` for every group."""
+        sizes = [x.shape[:2] for x, _ in self.head.groups.parts]
+        if len(sizes) == 1:
+            return [rows.unflatten(1, sizes[0])]
+        pieces = rows.split([b * L for b, L in sizes], dim=1)
+        return [piece.unflatten(1, size) for piece, size in zip(pieces, sizes, strict=True)]
 
-    def _scores(self, i: int) -> Tensor:
-        keys = self._grouped(self.keys, i)
-        dT = self._grouped(self.dq, i) @ keys.mT
-        if self.dk is not None:
-            dT = dT + self._grouped(self.head.q, i) @ self._grouped(self.dk, i).mT
-        return dT
+    def _scores(self, i: int, part: Fixed) -> Tensor:
+        dT = self.dq[i] @ part.keys.mT
+        return dT if self.dk is None else dT.add_(part.queries @ self.dk[i].mT)
+
+    @cached_property
+    def dmixed(self) -> Tensor:
+        """The direction of `A X W_V`, `[K, n, v]`."""
+        moved = [
+            (dA @ part.values).add_(A @ dv)
+            for A, dA, part, dv in zip(self.head.A, self.dA, self.fixed, self.dv, strict=True)
+        ]
+        return _stacked(moved)
 
     def output(self) -> Tensor:
         """`dF` of this head, `[K, n, o]`."""
         head = self.head
-        moved = []
-        for i, (A, dA) in enumerate(zip(head.A, self.dA, strict=True)):
-            values, dv = self._grouped(head.values, i), self._grouped(self.dv, i)
-            moved.append((dA @ values + A @ dv).flatten(1, 2))
-        self.dmixed = moved[0] if len(moved) == 1 else torch.cat(moved, 1)
-        if "out" not in self.layer.weights:
-            return self.dmixed if head.W_O is None else self.dmixed @ head.W_O
-        assert head.W_O is not None
-        return self.dmixed @ head.W_O + head.mixed @ self.tangents["out"][0]
+        moved = self.dmixed if head.W_O is None else self.dmixed @ head.W_O
+        return moved + head.mixed @ self._part("out") if "out" in self.layer.weights else moved
 
-    def back(self, gradient: Tensor | None, functional: bool, results: Parts) -> None:
-        """Add this head's part of the product to the blocks: along `gradient` (outer), and along the moved pass."""
-        head = self.head
+    def back(self, gradient: Tensor | None, functional: bool) -> Parts:
+        """This head's part of the product for each kind of weight, and for `kind.bias` the sums over tokens."""
+        head, layer = self.head, self.layer
         dg = None
         if gradient is not None:
             dg = gradient if head.W_O is None else gradient @ head.W_O.T
-        if functional and "out" in self.layer.weights:
-            moved = head.g @ self.tangents["out"][0].mT
+        if functional and "out" in layer.weights:
+            moved = head.g @ self._part("out").mT
             dg = moved if dg is None else dg + moved
-        values, queries, keys = [], [], []
-        for i in range(len(head.rows)):
-            v, q, k = self._back_group(i, dg, functional)
-            values.append(v.flatten(1, 2))
-            queries.append(q.flatten(1, 2))
-            keys.append(k.flatten(1, 2) if k is not None else q)
-        self._collect("value", values, results)
-        if head.single:
-            self._collect("query_key", queries, results)
-        else:
-            self._collect("query", queries, results)
-            self._collect("key", keys, results)
-        if "out" in self.layer.weights:
-            target = self._view(results["out"], "out", False)
-            if gradient is not None:
-                target += head.mixed.T @ gradient
+        dgs = None if dg is None else self._grouped(dg)
+        groups = [
+            self._back(i, part, None if dgs is None else dgs[i], functional)
+            for i, part in enumerate(self.fixed)
+        ]
+        kinds = ("value", "query_key") if head.single else ("value", "query", "key")
+        found = {}
+        for kind, received in zip(kinds, zip(*groups, strict=True), strict=True):
+            rows = _stacked(list(received))
+            found[kind] = self.x.T @ rows
+            if f"{kind}.bias" in self.parts:
+                found[f"{kind}.bias"] = rows.sum(1)
+        if "out" in layer.weights:
+            found["out"] = head.g.new_zeros(()) if gradient is None else head.mixed.T @ gradient
             if functional:
-                if gradient is None:
-                    self.output()
-                target += self.dmixed.mT @ head.g
+                found["out"] = found["out"] + self.dmixed.mT @ head.g
+        return found
 
-    def _back_group(
-        self, i: int, dg: Tensor | None, functional: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        head, rows, dA, dT = self.head, self.head.rows[i], self.dA[i], self.dT[i]
-        values, q, k = self._grouped(head.values, i), self._grouped(head.q, i), self._grouped(self.keys, i)
-        du = None if dg is None else self._grouped(dg, i) @ values.mT
-        if functional:
-            moved = self._grouped(head.g_value, i) @ self._grouped(self.dv, i).mT
-            du = moved if du is None else du + moved
-        assert du is not None
-        dS = rows.back(du)
-        if functional:
-            dS = dS + rows.turn(head.u[i], dT)
-        back_v = None if dg is None else head.A[i].mT @ self._grouped(dg, i)
-        if functional:
-            moved = dA.mT @ self._grouped(head.g_value, i)
-            back_v = moved if back_v is None else back_v + moved
-        assert back_v is not None
-        back_q = dS @ k
-        back_k = None
-        if self.dk is not None:
-            back_k = dS.mT @ q
-            if functional:
-                S = head.pulled[i]
-                back_q = back_q + S @ self._grouped(self.dk, i)
-                back_k = back_k + S.mT @ self._grouped(self.dq, i)
-        return back_v, self.s * back_q, back_k
+    def _back(self, i: int, part: Fixed, dg: Tensor | None, functional: bool) -> tuple[Tensor, ...]:
+        """What the rows of values, queries and keys receive, `[K, b, L, ·]` each."""
+        rows, A = self.head.rows[i], self.head.A[i]
+        if not functional:
+            assert dg is not None
+            dS = rows.back(dg @ part.values.mT)
+            received = A.mT @ dg, dS @ part.keys
+            return received if self.dk is None else (*received, dS.mT @ part.queries)
+        du = part.gradient @ self.dv[i].mT
+        dv = self.dA[i].mT @ part.gradient
+        if dg is not None:
+            du.add_(dg @ part.values.mT)
+            dv.add_(A.mT @ dg)
+        dS = rows.back_and_turn(du, self.dT[i], part.weights)
+        dq = dS @ part.keys
+        if self.dk is None:
+            return dv, dq
+        dq.add_(part.scores @ self.dk[i])
+        return dv, dq, (dS.mT @ part.queries).add_(part.scores.mT @ self.dq[i])
 
-    def _collect(self, kind: str, moved: list[Tensor], results: Parts) -> None:
-        rows = moved[0] if len(moved) == 1 else torch.cat(moved, 1)
-        target = self._view(results[kind], kind, False)
-        target += self.x.T @ rows
-        if f"{kind}.bias" in results:
-            target = self._view(results[f"{kind}.bias"], kind, True)
-            target += rows.sum(1)
+
+def _stacked(groups: list[Tensor]) -> Tensor:
+    """`[K, b, L, m]` of every group as `[K, n, m]`."""
+    return groups[0].flatten(1, 2) if len(groups) == 1 else torch.cat([x.flatten(1, 2) for x in groups], 1)
+
+
+def view_of(layer: SelfAttention, stack: Tensor, kind: str, h: int, bias: bool) -> Tensor:
+    """The part of a block `[K, ...]` that query head `h` uses, a view."""
+    group = layer.group(kind, h)
+    if layer.stacked:
+        return stack[:, group]
+    if layer.heads == 1:
+        return stack
+    dim = 1 if kind == "out" or bias else 2
+    return stack.unflatten(dim, (layer.groups[kind], -1)).select(dim, group)
