@@ -96,6 +96,7 @@ def test_no_block_exceeds_its_bounds(placement, L, scale, causal, seed):
     X, Y = scale * randn(2, L, 3, seed=seed), randn(2, L, 3, seed=seed + 1)
     found = block_bounds(layer, X, Y)
     assert (found.true <= found.total * ROUNDING + 1e-14 * found.true.max()).all()
+    assert torch.equal(exact.bounds(layer, X, Y).total, found.total)
     R = exact.hessian(layer, X, Y)
     assert norm(R.total.dense()) <= found.whole * ROUNDING
     assert norm(R.outer.dense()) <= norm(found.outer) * ROUNDING

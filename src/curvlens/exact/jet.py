@@ -177,6 +177,11 @@ class Jacobian(Operator):
     def apply(self, stack: Tensor) -> Tensor:
         return self.jet.push(self.domain.split(stack)).flatten(1)
 
+    def dense(self) -> Tensor:
+        """The matrix, by rows or by columns, whichever are fewer."""
+        rows, columns = self.shape
+        return self.T.dense().T if rows < columns else super().dense()
+
     def _adjoint(self) -> Operator:
         return Gradient(self)
 
@@ -214,6 +219,16 @@ class Curvature(Operator):
         moved, back = (self.jet.push(tangent), self.jet.pull) if self.bend is None else self.bend(tangent)
         turn = nothing.expand(K, *self.jet.output.shape) if self.B is None else self.B(moved)
         return pack(back(turn), self.domain)
+
+    def dense(self) -> Tensor:
+        """The matrix; the outer-product part from a Jacobian of as many rows as the output has numbers."""
+        shape = self.jet.output.shape
+        if self.bend is not None or self.B is None or shape.numel() >= self.domain.size:
+            return super().dense()
+        self._require_room("the dense matrix")
+        rows = torch.eye(shape.numel(), dtype=self.dtype, device=self.device).unflatten(1, shape)
+        J = pack(self.jet.pull(rows), self.domain)
+        return self.B(J.T.unflatten(1, shape)).flatten(1) @ J
 
 
 def pack(tangent: Tangent, space: Blocks) -> Tensor:
