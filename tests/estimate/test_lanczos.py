@@ -7,10 +7,10 @@ import textwrap
 import numpy as np
 import pytest
 import torch
-from conftest import from_spectrum
 from scipy.sparse.linalg import LinearOperator
 from scipy.sparse.linalg import eigsh as scipy_eigsh
 
+from conftest import from_spectrum
 from curvlens.estimate.lanczos import eigsh
 from curvlens.operator import Operator
 from curvlens.structured import Dense

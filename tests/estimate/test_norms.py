@@ -1,7 +1,7 @@
 import pytest
 import torch
-from conftest import SPECTRA, from_spectrum
 
+from conftest import SPECTRA, from_spectrum
 from curvlens.estimate.norms import block_norms, block_traces, frobenius
 from curvlens.operator import Product
 from curvlens.structured import Dense

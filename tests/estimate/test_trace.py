@@ -1,7 +1,7 @@
 import pytest
 import torch
-from conftest import SPECTRA, from_spectrum
 
+from conftest import SPECTRA, from_spectrum
 from curvlens.blocks import Blocks
 from curvlens.estimate import trace as tracing
 from curvlens.estimate.trace import trace

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import curvlens.exact as exact
+from curvlens.exact.of_net import embedded, of_net
 from curvlens.exact.stream import Place, StreamCurvatures, find_steps, stream_propagation
 from curvlens.landscape import Landscape
 from curvlens.nets import GPT
@@ -98,6 +99,23 @@ def test_estimates_agree_with_dense_numbers_within_their_errors():
             # an eigenvalue is as near as the residual, which was asked to be 1e-10 of the largest
             assert abs(got.largest.value - values[-1]) <= 1e-9 * size
             assert abs(got.smallest.value - values[0]) <= 1e-9 * size
+
+
+def test_closed_forms_agree_with_products():
+    """The same GPT as a chain of layers with jets, and as a model that is differentiated."""
+    land = gpt()
+    curvatures = StreamCurvatures(land)
+    ids = list(land.batches)
+    X = [x for batch in ids for x in embedded(land.model, batch)]
+    Y = [torch.cat([row[1:], torch.tensor([-100])]) for batch in ids for row in batch]
+    found = exact.propagation(of_net(land.model), (X, Y), loss="cross-entropy")
+    for step in curvatures.steps[:-1]:
+        for name, operator in (("total", curvatures.total(step)), ("created", curvatures.created(step))):
+            got, values = getattr(found[step.name], name), torch.linalg.eigvalsh(operator.dense())
+            expected = values.sum(), values.norm(), values[0], values[-1]
+            for a, b in zip((got.trace, got.frobenius, got.smallest, got.largest), expected, strict=True):
+                # 1e-11 of the norm: float64, two blocks deep
+                assert abs(a - b) < 1e-11 * values.norm()
 
 
 def test_batching_changes_nothing():
