@@ -25,7 +25,9 @@ def kron(*factors: Tensor) -> Tensor:
     """`A ⊗ B ⊗ …` (Definition A.1)."""
     product = factors[0]
     for factor in factors[1:]:
-        product = torch.kron(product.contiguous(), factor.contiguous())
+        (m, n), (r, q) = product.shape, factor.shape
+        # not torch.kron, which refuses the strides of some matrices of one row or column
+        product = (product[:, None, :, None] * factor[None, :, None, :]).reshape(m * r, n * q)
     return product
 
 
