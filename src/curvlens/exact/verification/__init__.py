@@ -6,7 +6,8 @@ Laws* (Petrov, Kiselev, Meshkov, Grabovoy, arXiv 2510.16927).
 """
 
 # The order of import is that of the table.
-from curvlens.exact.verification import attention, design, growth, appendix, transformer  # noqa: F401, I001
+from curvlens.exact.verification import attention  # noqa: F401, I001
+from curvlens.exact.verification import growth, design, heads, appendix, transformer, convergence  # noqa: F401
 from curvlens.exact.verification.claims import CLAIMS, Claim, Outcome
 from curvlens.exact.verification.run import Verification, Verified, verify
 

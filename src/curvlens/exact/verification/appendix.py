@@ -13,7 +13,7 @@ from curvlens.exact.attention_jet import AttentionLayer
 from curvlens.exact.literal import commutation, khatri_rao, kron, rows_of, vec
 from curvlens.exact.verification import autodiff
 from curvlens.exact.verification.claims import Check, Equal, claim
-from curvlens.exact.verification.problems import Attention, Draw, attentions
+from curvlens.exact.verification.problems import Draw, attentions
 
 
 def eye(n: int) -> Tensor:
@@ -92,34 +92,32 @@ def matrix_derivatives(draw: Draw) -> Iterator[Check]:
 def jacobians(draw: Draw) -> Iterator[Check]:
     for p in attentions(draw, square=True):
 
-        def printed(p: Attention = p) -> dict[str, Tensor]:
+        def printed() -> dict[str, Tensor]:
             W, X, layer = p.W, p.X, p.layer()
             A = literal.attention(layer, X)
             slope = kron(eye(len(X)), W["value"].T @ X.T) @ literal.softmax_first(A)
             by_query = slope @ kron(X, X @ W["key"]) / math.sqrt(W["query"].shape[1])
             return {"value": kron(A @ X, eye(len(W["value"]))), "query": by_query}
 
-        yield Equal(f"{p.case}, as printed", printed, lambda p=p: autodiff.jacobian(p.plain, p.W), p.edge)
+        yield Equal(f"{p.case}, as printed", printed, lambda: autodiff.jacobian(p.plain, p.W), p.edge)
     for p in attentions(draw):
 
-        def closed(p: Attention = p) -> dict[str, Tensor]:
+        def closed() -> dict[str, Tensor]:
             J = AttentionLayer(p.layer()).jacobian(p.X)
             return {name: J.block("output", name).dense() for name in p.W}
 
-        yield Equal(p.case, closed, lambda p=p: autodiff.jacobian(p.plain, p.W), p.edge)
+        yield Equal(p.case, closed, lambda: autodiff.jacobian(p.plain, p.W), p.edge)
 
 
 @claim("A", "Lemma B.2", "commutation matrices and equation 20")
 def commutation_matrices(draw: Draw) -> Iterator[Check]:
     for m, n in ((2, 3), (3, 3), (4, 1)):
         W = draw(m, n)
-        yield Equal(
-            f"K vec W = vec Wᵀ, {m} x {n}", lambda W=W: commutation(*W.shape) @ vec(W), lambda W=W: vec(W.T)
-        )
+        yield Equal(f"K vec W = vec Wᵀ, {m} x {n}", lambda: commutation(*W.shape) @ vec(W), lambda: vec(W.T))
         yield Equal(
             f"equation 20, {m} x {n}",
-            lambda m=m, n=n: kron(eye(m), commutation(m, n)) @ kron(column(eye(m)), eye(n)),
-            lambda m=m, n=n: kron(commutation(n, m), eye(m)) @ kron(eye(n), column(eye(m))),
+            lambda: kron(eye(m), commutation(m, n)) @ kron(column(eye(m)), eye(n)),
+            lambda: kron(commutation(n, m), eye(m)) @ kron(eye(n), column(eye(m))),
         )
 
 
@@ -134,9 +132,9 @@ def shuffled(draw: Draw) -> Iterator[Check]:
         A = draw(m, n)
         yield Equal(
             f"{m} x {n}",
-            lambda A=A, n=n: kron(A, A, eye(n)) @ literal.shuffle(n, A),
+            lambda: kron(A, A, eye(n)) @ literal.shuffle(n, A),
             # K_{m,n} takes vec W, W n x m, to vec Wᵀ: Lemma B.2 turns its indices round, K_{m,n} = K(n, m)
-            lambda A=A, m=m, n=n: kron(eye(m), commutation(n, m)) @ kron(column(A), A),
+            lambda: kron(eye(m), commutation(n, m)) @ kron(column(A), A),
         )
 
 
@@ -157,8 +155,8 @@ def softmax_jacobian(draw: Draw) -> Iterator[Check]:
     for case, T in softmax_maps(draw):
         yield Equal(
             case,
-            lambda T=T: literal.softmax_first(T.softmax(-1)),
-            lambda T=T: autodiff.first(autodiff.softmax, T),
+            lambda: literal.softmax_first(T.softmax(-1)),
+            lambda: autodiff.first(autodiff.softmax, T),
             joint=len(T) == 1,
         )
 
@@ -168,8 +166,8 @@ def softmax_second(draw: Draw) -> Iterator[Check]:
     for case, T in softmax_maps(draw):
         yield Equal(
             case,
-            lambda T=T: literal.softmax_second(T.softmax(-1)),
-            lambda T=T: autodiff.second(rows_softmax(len(T)), T.flatten()).reshape(len(T) ** 4, -1),
+            lambda: literal.softmax_second(T.softmax(-1)),
+            lambda: autodiff.second(rows_softmax(len(T)), T.flatten()).reshape(len(T) ** 4, -1),
         )
     T = draw(3, 3)
 
@@ -217,14 +215,14 @@ def moments_in_Z(draw: Draw) -> Iterator[Check]:
     for case, T, X in cases:
         L, d = X.shape
 
-        def closed(T: Tensor = T, X: Tensor = X, L: int = L, d: int = d) -> dict[str, Tensor]:
+        def closed() -> dict[str, Tensor]:
             A = T.softmax(-1)
             squares = [[kron(x[None], x[:, None])] for x in X]
             third = khatri_rao(squares, rows_of(literal.M3(A, X), d * d))
             first = khatri_rao(rows_of(X), rows_of(literal.M2(A, X), d))
             return {"Z1": first, "Z2": kron(eye(L), commutation(d, d), eye(d)) @ third}
 
-        def derived(T: Tensor = T, X: Tensor = X, L: int = L) -> dict[str, Tensor]:
+        def derived() -> dict[str, Tensor]:
             by_scores = autodiff.first(autodiff.softmax, T)
             twice = autodiff.second(rows_softmax(L), T.flatten()).reshape(L**4, -1)
             right = kron(X, X)

@@ -36,7 +36,7 @@ def functional(p: Attention) -> Blocks:
 @claim("A", "Equation 1", "self-attention, F = a(T) X W_V")
 def layer(draw: Draw) -> Iterator[Check]:
     for p in attentions(draw):
-        yield Equal(p.case, lambda p=p: p.layer()(p.X), lambda p=p: p.plain(p.W))
+        yield Equal(p.case, lambda: p.layer()(p.X), lambda: p.plain(p.W))
 
 
 @claim("A", "Equation 2", "H = H_o + H_f, for square loss and cross-entropy")
@@ -44,15 +44,15 @@ def gauss_newton(draw: Draw) -> Iterator[Check]:
     for p in attentions(draw):
         yield Equal(
             f"{p.case}, square loss",
-            lambda p=p: dense(exact.hessian(p.layer(), p.X, p.Y).total),
-            lambda p=p: autodiff.total(p.plain, p.W, p.loss),
+            lambda: dense(exact.hessian(p.layer(), p.X, p.Y).total),
+            lambda: autodiff.total(p.plain, p.W, p.loss),
             joint=True,
         )
         classes = draw.classes(*p.Y.shape)
         yield Equal(
             f"{p.case}, cross-entropy",
-            lambda p=p, y=classes: dense(exact.hessian(p.layer(), p.X, y, loss="cross-entropy").total),
-            lambda p=p, y=classes: autodiff.total(p.plain, p.W, partial(autodiff.cross_entropy, classes=y)),
+            lambda: dense(exact.hessian(p.layer(), p.X, classes, loss="cross-entropy").total),
+            lambda: autodiff.total(p.plain, p.W, partial(autodiff.cross_entropy, classes=classes)),
             joint=True,
         )
 
@@ -61,13 +61,11 @@ def gauss_newton(draw: Draw) -> Iterator[Check]:
 def mirrored(draw: Draw) -> Iterator[Check]:
     for p in attentions(draw):
 
-        def transposed(p: Attention = p) -> Blocks:
+        def transposed() -> Blocks:
             H = autodiff.total(p.plain, p.W, p.loss)
             return {(a, b): H[b, a].T for a, b in H}
 
-        yield Equal(
-            p.case, lambda p=p: dense(exact.hessian(p.layer(), p.X, p.Y).total), transposed, joint=True
-        )
+        yield Equal(p.case, lambda: dense(exact.hessian(p.layer(), p.X, p.Y).total), transposed, joint=True)
 
 
 @claim("A", "Equation 4", "derivatives of the square loss by F")
@@ -100,7 +98,7 @@ def linear_mlp(draw: Draw) -> Iterator[Check]:
         loss, mlp = partial(autodiff.mse, Y=Y), exact.LinearMLP(list(W.values()))
         depth = f"depth {len(W)}"
 
-        def printed(W: Weights = W, X: Tensor = X, Y: Tensor = Y) -> Blocks:
+        def printed() -> Blocks:
             """`W^{i+1}ᵀ … W^{i+1} ⊗ W^{i−1} … Σ …`, whose matrices are ours transposed, and so is `vec W`."""
             found, matrices = {}, list(W.values())
             for i, (name, w) in enumerate(W.items()):
@@ -114,16 +112,16 @@ def linear_mlp(draw: Draw) -> Iterator[Check]:
                 found[name, name] = K.T @ block @ K
             return found
 
-        yield Equal(f"{depth}, as printed", printed, lambda W=W, f=plain, e=loss: autodiff.outer(f, W, e))
+        yield Equal(f"{depth}, as printed", printed, lambda: autodiff.outer(plain, W, loss))
         yield Equal(
             f"{depth}, H_o",
-            lambda m=mlp, X=X, Y=Y: dense(exact.hessian(m, X, Y).outer),
-            lambda W=W, f=plain, e=loss: autodiff.outer(f, W, e),
+            lambda: dense(exact.hessian(mlp, X, Y).outer),
+            lambda: autodiff.outer(plain, W, loss),
         )
         yield Equal(
             f"{depth}, H_f",
-            lambda m=mlp, X=X, Y=Y: dense(exact.hessian(m, X, Y).functional),
-            lambda W=W, f=plain, e=loss: autodiff.functional(f, W, e),
+            lambda: dense(exact.hessian(mlp, X, Y).functional),
+            lambda: autodiff.functional(plain, W, loss),
             joint=True,
         )
 
@@ -138,14 +136,12 @@ def theorem_31(draw: Draw) -> Iterator[Check]:
     for p in attentions(draw, square=True):
         yield Equal(
             f"{p.case}, as printed",
-            lambda p=p: literal.theorem_31(p.layer(), p.X, p.Y),
-            lambda p=p: outer(p),
+            lambda: literal.theorem_31(p.layer(), p.X, p.Y),
+            lambda: outer(p),
             p.edge,
         )
     for p in attentions(draw):
-        yield Equal(
-            p.case, lambda p=p: dense(exact.hessian(p.layer(), p.X, p.Y).outer), lambda p=p: outer(p), p.edge
-        )
+        yield Equal(p.case, lambda: dense(exact.hessian(p.layer(), p.X, p.Y).outer), lambda: outer(p), p.edge)
 
 
 @claim(
@@ -155,15 +151,15 @@ def theorem_32(draw: Draw) -> Iterator[Check]:
     for p in attentions(draw, square=True):
         yield Equal(
             f"{p.case}, as printed",
-            lambda p=p: literal.theorem_32(p.layer(), p.X, p.Y),
-            lambda p=p: functional(p),
+            lambda: literal.theorem_32(p.layer(), p.X, p.Y),
+            lambda: functional(p),
             joint=True,  # the value block is zero
         )
     for p in attentions(draw):
         yield Equal(
             p.case,
-            lambda p=p: dense(exact.hessian(p.layer(), p.X, p.Y).functional),
-            lambda p=p: functional(p),
+            lambda: dense(exact.hessian(p.layer(), p.X, p.Y).functional),
+            lambda: functional(p),
             joint=True,
         )
 
@@ -175,8 +171,8 @@ def equation_21(draw: Draw) -> Iterator[Check]:
         g = draw(*p.Y.shape)
         yield Equal(
             p.case,
-            lambda p=p, g=g: dense(exact.hessian(p.layer(), p.X, g=g).functional),
-            lambda p=p, g=g: autodiff.curvature(p.plain, p.W, g),
+            lambda: dense(exact.hessian(p.layer(), p.X, g=g).functional),
+            lambda: autodiff.curvature(p.plain, p.W, g),
             joint=True,
         )
 
@@ -186,11 +182,11 @@ def definition_31(draw: Draw) -> Iterator[Check]:
     for case, factor in (("random", 1.0), ("uniform", 0.0), ("large logits", 10.0)):
         A, X = autodiff.softmax(factor * draw(4, 4)), draw(4, 3)
 
-        def closed(A: Tensor = A, X: Tensor = X) -> dict[str, Tensor]:
+        def closed() -> dict[str, Tensor]:
             m = exact.moments(A, X)
             return {"M1": m.first, "M2": m.second, "M3": m.third}
 
-        def summed(A: Tensor = A, X: Tensor = X) -> dict[str, Tensor]:
+        def summed() -> dict[str, Tensor]:
             c = X[None] - (A @ X)[:, None]
             return {
                 "M1": torch.einsum("ij,ja->ia", A, X),
@@ -222,7 +218,6 @@ def on_weights(draw: Draw) -> Iterator[Check]:
     """At one attention map and one gradient: `W_Q/c`, `c W_K` and `e W_V` change the blocks by powers of c and e."""
     p, c, e = attention(draw, "", 4, 3, 2, 3), 2.0, 3.0
     g = draw(*p.Y.shape)
-    given = {"g": g, "B": 1.0}
     changed = Attention(
         "", {"query": p.W["query"] / c, "key": c * p.W["key"], "value": e * p.W["value"]}, p.X, p.Y
     )
@@ -240,11 +235,13 @@ def on_weights(draw: Draw) -> Iterator[Check]:
         return {(a, b): c ** (keys[a] + keys[b]) * e ** powers[a, b] * H[a, b] for a, b in H}
 
     yield Equal(
-        "H_o", lambda: dense(exact.hessian(changed.layer(), p.X, **given).outer), lambda: predicted("outer")
+        "H_o",
+        lambda: dense(exact.hessian(changed.layer(), p.X, g=g, B=1.0).outer),
+        lambda: predicted("outer"),
     )
     yield Equal(
         "H_f",
-        lambda: dense(exact.hessian(changed.layer(), p.X, **given).functional),
+        lambda: dense(exact.hessian(changed.layer(), p.X, g=g, B=1.0).functional),
         lambda: predicted("functional"),
         joint=True,
     )

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -26,7 +26,7 @@ ROUNDING = 1e-12
 # A law is the limit of small tokens; at σ ≤ 1e-3 the next order, σ² of the leading one, moves a slope by about 1e-6.
 SLOPE = 1e-4
 
-Values: TypeAlias = "Tensor | Mapping[Hashable, Tensor]"
+Values: TypeAlias = "Tensor | Mapping[Any, Tensor]"
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,16 @@ class Law:
         return Outcome(self.case, "law", value, value <= SLOPE, seconds, 0.0, message)
 
 
+Value = TypeVar("Value")
 Check: TypeAlias = "Equal | Bound | Law"
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement of paper "A" or "B" by its number, and the checks of it, drawn from a seed."""
+    """A statement of paper "A" or "B" by its number, and the checks of it, drawn from a seed.
+
+    `checks` yields them one by one, and each is run before the next is asked for: they see the loop that makes them.
+    """
 
     paper: str
     number: str
@@ -140,13 +144,13 @@ def claim(paper: str, number: str, statement: str, note: str = "") -> Callable[[
     return enter
 
 
-def _timed(function: Callable[[], Values]) -> tuple[Values, float]:  # type: ignore[no-untyped-def]
+def _timed(function: Callable[[], Value]) -> tuple[Value, float]:
     start = time.perf_counter()
     value = function()
     return value, time.perf_counter() - start
 
 
-def _table(values: Values) -> Mapping[Hashable, Tensor]:
+def _table(values: Values) -> Mapping[Any, Tensor]:
     return {(): values} if isinstance(values, Tensor) else values
 
 

@@ -1,4 +1,4 @@
-"""Paper A, section 4 and appendices D and E: linear attention, one query-key matrix, temperature, heads."""
+"""Paper A, section 4 and appendix D: linear attention, one query-key matrix, temperature."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 import curvlens.exact as exact
 from curvlens.exact import literal
+from curvlens.exact.attention_hessian import AttentionResult
 from curvlens.exact.attention_jet import AttentionLayer
 from curvlens.exact.literal import commutation, kron, vec
 from curvlens.exact.verification import autodiff
@@ -33,28 +34,28 @@ def remark_41(draw: Draw) -> Iterator[Check]:
         f = partial(linear_attention, X=p.X)
         yield Equal(
             f"{p.case}, H_o as printed",
-            lambda p=p: printed_linear(p)[0],
-            lambda p=p, f=f: autodiff.outer(f, p.W, p.loss),
+            lambda: printed_linear(p)[0],
+            lambda: autodiff.outer(f, p.W, p.loss),
             p.edge,
         )
         yield Equal(
             f"{p.case}, H_f as printed",
-            lambda p=p: printed_linear(p)[1],
-            lambda p=p, f=f: autodiff.functional(f, p.W, p.loss),
+            lambda: printed_linear(p)[1],
+            lambda: autodiff.functional(f, p.W, p.loss),
             joint=True,
         )
     for p in attentions(draw):
         f, layer = partial(linear_attention, X=p.X), p.layer(activation="linear")
         yield Equal(
             f"{p.case}, H_o",
-            lambda p=p, layer=layer: dense(exact.hessian(layer, p.X, p.Y).outer),
-            lambda p=p, f=f: autodiff.outer(f, p.W, p.loss),
+            lambda: dense(exact.hessian(layer, p.X, p.Y).outer),
+            lambda: autodiff.outer(f, p.W, p.loss),
             p.edge,
         )
         yield Equal(
             f"{p.case}, H_f",
-            lambda p=p, layer=layer: dense(exact.hessian(layer, p.X, p.Y).functional),
-            lambda p=p, f=f: autodiff.functional(f, p.W, p.loss),
+            lambda: dense(exact.hessian(layer, p.X, p.Y).functional),
+            lambda: autodiff.functional(f, p.W, p.loss),
             joint=True,
         )
 
@@ -86,11 +87,11 @@ def semidefinite(draw: Draw) -> Iterator[Check]:
     for p in attentions(draw):
         f, layer = partial(linear_attention, X=p.X), p.layer(activation="linear")
 
-        def eigenvalues(p: Attention = p, layer: exact.SelfAttention = layer) -> dict[str, Tensor]:
+        def eigenvalues() -> dict[str, Tensor]:
             H = exact.hessian(layer, p.X, p.Y).total
             return {name: torch.linalg.eigvalsh(H.block(name).dense()) for name in p.W}
 
-        def sizes(p: Attention = p, f: autodiff.Function = f) -> dict[str, Tensor]:
+        def sizes() -> dict[str, Tensor]:
             H = autodiff.total(f, p.W, p.loss)
             return {name: torch.linalg.svdvals(H[name, name]).flip(0) for name in p.W}
 
@@ -120,15 +121,13 @@ def depth(draw: Draw) -> Iterator[Check]:
 
         yield Equal(
             f"D = {D}, H_o",
-            lambda m=chain, X=X, g=g: diagonal(dense(exact.hessian(m, 2 * X, g=g, B=1.0).outer)),
-            lambda f=plain, W=W, D=D: diagonal(
-                autodiff.outer(f, W, lambda F: F.square().sum() / 2), 2.0 ** (2 * 3**D)
-            ),
+            lambda: diagonal(dense(exact.hessian(chain, 2 * X, g=g, B=1.0).outer)),
+            lambda: diagonal(autodiff.outer(plain, W, lambda F: F.square().sum() / 2), 2.0 ** (2 * 3**D)),
         )
         yield Equal(
             f"D = {D}, H_f",
-            lambda m=chain, X=X, g=g: diagonal(dense(exact.hessian(m, 2 * X, g=g).functional)),
-            lambda f=plain, W=W, D=D, g=g: diagonal(autodiff.curvature(f, W, g), 2.0 ** (3**D)),
+            lambda: diagonal(dense(exact.hessian(chain, 2 * X, g=g).functional)),
+            lambda: diagonal(autodiff.curvature(plain, W, g), 2.0 ** (3**D)),
             joint=True,  # the last layer's are zero
         )
 
@@ -139,8 +138,8 @@ def lemma_41(draw: Draw) -> Iterator[Check]:
         f = partial(single_matrix, X=p.X)
         yield Equal(
             f"{p.case}, as printed, times 2/(L d_V)",
-            lambda p=p: {("query_key", "query_key"): 2 / p.Y.numel() * U(attention_of(p), p)},
-            lambda p=p, f=f: autodiff.total(f, p.W, p.loss),
+            lambda: {("query_key", "query_key"): 2 / p.Y.numel() * U(attention_of(p), p)},
+            lambda: autodiff.total(f, p.W, p.loss),
             p.edge,
         )
     for p in single(draw):
@@ -148,8 +147,8 @@ def lemma_41(draw: Draw) -> Iterator[Check]:
         layer = exact.SelfAttention(W_QK=p.W["query_key"], W_V=p.W["value"])
         yield Equal(
             p.case,
-            lambda p=p, layer=layer: dense(exact.hessian(layer, p.X, p.Y).total),
-            lambda p=p, f=f: autodiff.total(f, p.W, p.loss),
+            lambda: dense(exact.hessian(layer, p.X, p.Y).total),
+            lambda: autodiff.total(f, p.W, p.loss),
             p.edge,
         )
 
@@ -159,11 +158,11 @@ def equation_22(draw: Draw) -> Iterator[Check]:
     for p in single(draw):
         f = partial(single_matrix, X=p.X)
 
-        def printed(p: Attention = p) -> dict[str, Tensor]:
+        def printed() -> dict[str, Tensor]:
             slope = kron(eye(len(p.X)), p.W["value"].T @ p.X.T) @ literal.softmax_first(attention_of(p))
             return {"query_key": slope @ kron(p.X, p.X)}
 
-        yield Equal(p.case, printed, lambda p=p, f=f: autodiff.jacobian(f, p.W), p.edge)
+        yield Equal(p.case, printed, lambda: autodiff.jacobian(f, p.W), p.edge)
 
 
 def single_matrix(W: Weights, X: Tensor) -> Tensor:
@@ -200,6 +199,13 @@ def at_scores(p: Attention, temperature: float = 1.0) -> tuple[Blocks, Blocks]:
     return autodiff.outer(T, W, above), autodiff.functional(T, W, above)
 
 
+def split(p: Attention, temperature: float = 1.0) -> AttentionResult:
+    """The same in closed form, among other parts."""
+    R = exact.hessian(p.layer(temperature=temperature), p.X, p.Y)
+    assert isinstance(R, AttentionResult)
+    return R
+
+
 @claim(
     "A",
     "Remark D.1",
@@ -210,37 +216,37 @@ def remark_d1(draw: Draw) -> Iterator[Check]:
     for p in attentions(draw, square=True):
         yield Equal(
             f"{p.case}, T-outer as printed, corrected",
-            lambda p=p: printed_d1(p)[0],
-            lambda p=p: at_scores(p)[0],
+            lambda: printed_d1(p)[0],
+            lambda: at_scores(p)[0],
             p.edge,
         )
         yield Equal(
             f"{p.case}, T-functional as printed, corrected",
-            lambda p=p: printed_d1(p)[1],
-            lambda p=p: at_scores(p)[1],
+            lambda: printed_d1(p)[1],
+            lambda: at_scores(p)[1],
             joint=True,
         )
     for p in attentions(draw):
         yield Equal(
             f"{p.case}, T-outer",
-            lambda p=p: dense(exact.hessian(p.layer(), p.X, p.Y).t_outer),
-            lambda p=p: at_scores(p)[0],
+            lambda: dense(split(p).t_outer),
+            lambda: at_scores(p)[0],
             p.edge,
         )
         yield Equal(
             f"{p.case}, T-functional",
-            lambda p=p: dense(exact.hessian(p.layer(), p.X, p.Y).t_functional),
-            lambda p=p: at_scores(p)[1],
+            lambda: dense(split(p).t_functional),
+            lambda: at_scores(p)[1],
             joint=True,
         )
 
-        def together(p: Attention = p) -> Blocks:
-            R = exact.hessian(p.layer(), p.X, p.Y)
+        def together() -> Blocks:
+            R = split(p)
             outer, functional = dense(R.t_outer), dense(R.t_functional)
             return {key: outer[key] + functional[key] for key in outer}
 
         yield Equal(
-            f"{p.case}, their sum", together, lambda p=p: autodiff.total(p.plain, p.W, p.loss), joint=True
+            f"{p.case}, their sum", together, lambda: autodiff.total(p.plain, p.W, p.loss), joint=True
         )
 
 
@@ -265,25 +271,24 @@ def temperature(draw: Draw) -> Iterator[Check]:
     for t in (0.5, 3.0):
         p = attention(draw, "", 4, 3, 2, 3)
         colder = Attention("", {**p.W, "query": p.W["query"] / t}, p.X, p.Y)
-        layer = p.layer(temperature=t)
         yield Equal(
             f"t = {t}, T-outer",
-            lambda p=p, layer=layer: dense(exact.hessian(layer, p.X, p.Y).t_outer),
-            lambda p=p, t=t: at_scores(p, t)[0],
+            lambda: dense(split(p, t).t_outer),
+            lambda: at_scores(p, t)[0],
         )
         yield Equal(
             f"t = {t}, T-functional",
-            lambda p=p, layer=layer: dense(exact.hessian(layer, p.X, p.Y).t_functional),
-            lambda p=p, t=t: at_scores(p, t)[1],
+            lambda: dense(split(p, t).t_functional),
+            lambda: at_scores(p, t)[1],
             joint=True,
         )
 
-        def scaled(p: Attention = colder, t: float = t) -> dict[str, Tensor]:
-            outer, functional = at_scores(p)
+        def scaled() -> dict[str, Tensor]:
+            outer, functional = at_scores(colder)
             return {"T-outer": outer["query", "query"] / t**2, "T-functional": functional["query", "key"] / t}
 
-        def closed(p: Attention = p, layer: exact.SelfAttention = layer) -> dict[str, Tensor]:
-            R = exact.hessian(layer, p.X, p.Y)
+        def closed() -> dict[str, Tensor]:
+            R = split(p, t)
             return {
                 "T-outer": R.t_outer.block("query").dense(),
                 "T-functional": R.t_functional.block("query", "key").dense(),
@@ -296,13 +301,13 @@ def temperature(draw: Draw) -> Iterator[Check]:
 def pairs(draw: Draw) -> Iterator[Check]:
     for p in attentions(draw):
 
-        def from_B(p: Attention = p) -> Tensor:
+        def from_B() -> Tensor:
             k = p.W["query"].shape[1]
-            block = exact.hessian(p.layer(), p.X, p.Y).t_functional.block("query", "key").dense()
+            block = split(p).t_functional.block("query", "key").dense()
             singular = torch.linalg.svdvals(block[::k, ::k].contiguous())
             return torch.cat([singular, -singular]).repeat_interleave(k).sort().values
 
-        yield Equal(p.case, from_B, lambda p=p: torch.linalg.eigvalsh(autodiff.matrix(at_scores(p)[1], QK)))
+        yield Equal(p.case, from_B, lambda: torch.linalg.eigvalsh(autodiff.matrix(at_scores(p)[1], QK)))
 
 
 @claim("A", "Lemma D.1", "the rank of stacked Kronecker products")
@@ -310,11 +315,11 @@ def lemma_d1(draw: Draw) -> Iterator[Check]:
     for m, n, p, q, r, s in ((3, 4, 2, 5, 2, 2), (4, 3, 3, 3, 3, 1), (2, 2, 4, 3, 1, 3)):
         A, B = draw(m, r) @ draw(r, n), draw(p, s) @ draw(s, q)
 
-        def formula(A: Tensor = A, B: Tensor = B) -> Tensor:
+        def formula() -> Tensor:
             a, b = torch.linalg.matrix_rank(A), torch.linalg.matrix_rank(B)
             return (B.shape[1] * a + A.shape[1] * b - a * b).double()
 
-        def counted(A: Tensor = A, B: Tensor = B) -> Tensor:
+        def counted() -> Tensor:
             stacked = torch.cat([kron(eye(B.shape[1]), A), kron(B, eye(A.shape[1]))])
             return torch.linalg.matrix_rank(stacked).double()
 
@@ -328,94 +333,11 @@ def lemma_d2(draw: Draw) -> Iterator[Check]:
             continue  # near one-hot or with one token, singular values fade instead of ending
         yield Bound(
             p.case,
-            lambda p=p: torch.tensor(float(exact.t_rank_bound(p.layer()))),
-            lambda p=p: rank(autodiff.matrix(at_scores(p)[0], QK)),
+            lambda: torch.tensor(float(exact.t_rank_bound(p.layer()))),
+            lambda: rank(autodiff.matrix(at_scores(p)[0], QK)),
         )
 
 
 def rank(H: Tensor) -> Tensor:
     """The number of singular values above rounding, 1e-12 of the largest."""
     return torch.linalg.matrix_rank(H, rtol=1e-12, hermitian=True).float()
-
-
-def several_heads(W: Weights, X: Tensor) -> Tensor:
-    """`Σ_h A^h X W_V^h`, with `W_V^h W_O^h` where there is an output matrix."""
-    F = 0
-    for h in range(len(W["query"])):
-        head = {name: w[h] for name, w in W.items()}
-        mixed = autodiff.attention(head, X)
-        F = F + (mixed @ head["out"] if "out" in head else mixed)
-    return F  # type: ignore[return-value]
-
-
-def heads(draw: Draw, out: bool) -> Iterator[tuple[str, Weights, Tensor, Tensor]]:
-    for H, L, d, k, v in ((2, 4, 3, 2, 3), (3, 3, 2, 1, 2)):
-        W = {"query": draw(H, d, k), "key": draw(H, d, k), "value": draw(H, d, v)}
-        if out:
-            W["out"] = draw(H, v, d)
-        yield f"{H} heads", W, draw(L, d), draw(L, d if out else v)
-
-
-def heads_layer(W: Weights) -> exact.SelfAttention:
-    return exact.SelfAttention(W["query"], W["key"], W["value"], W_O=W.get("out"))
-
-
-@claim("A", "Remark E.1", "Jacobians of several heads")
-def remark_e1(draw: Draw) -> Iterator[Check]:
-    for case, W, X, _ in heads(draw, out=False):
-
-        def printed(W: Weights = W, X: Tensor = X) -> dict[str, Tensor]:
-            by_query, by_value = [], []
-            for W_Q, W_K, W_V in zip(*W.values(), strict=True):
-                A = autodiff.softmax(autodiff.scores({"query": W_Q, "key": W_K}, X))
-                slope = kron(eye(len(X)), W_V.T @ X.T) @ literal.softmax_first(A)
-                by_query.append(slope @ kron(X, X @ W_K) / math.sqrt(W_K.shape[1]))
-                by_value.append(kron(A @ X, eye(W_V.shape[1])))
-            return {"query": torch.cat(by_query, 1), "value": torch.cat(by_value, 1)}
-
-        yield Equal(case, printed, lambda W=W, X=X: autodiff.jacobian(partial(several_heads, X=X), W))
-
-
-@claim("A", "Appendix E", "the Hessian of heads; no functional part between heads")
-def appendix_e(draw: Draw) -> Iterator[Check]:
-    for case, W, X, Y in heads(draw, out=False):
-        f, loss, layer = partial(several_heads, X=X), partial(autodiff.mse, Y=Y), heads_layer(W)
-        yield Equal(
-            f"{case}, H_o",
-            lambda a=layer, X=X, Y=Y: dense(exact.hessian(a, X, Y).outer),
-            lambda f=f, W=W, e=loss: autodiff.outer(f, W, e),
-        )
-        yield Equal(
-            f"{case}, H_f",
-            lambda a=layer, X=X, Y=Y: dense(exact.hessian(a, X, Y).functional),
-            lambda f=f, W=W, e=loss: autodiff.functional(f, W, e),
-            joint=True,
-        )
-
-        def between(f: autodiff.Function = f, W: Weights = W, e: autodiff.Loss = loss) -> Tensor:
-            H, count = autodiff.functional(f, W, e), len(W["query"])
-            query, key = (W[name][0].numel() for name in QK)
-            return H["query", "key"].view(count, query, count, key).transpose(1, 2)
-
-        def hollow(between: object = between, count: int = len(W["query"])) -> Tensor:
-            H = between()  # type: ignore[operator]
-            return H * torch.eye(count, dtype=H.dtype)[:, :, None, None]
-
-        yield Equal(f"{case}, zero between heads", hollow, between)
-
-
-@claim("A", "Equation 24", "low-rank values, W_V = W_O W_U, hollow as a linear MLP")
-def equation_24(draw: Draw) -> Iterator[Check]:
-    for case, W, X, Y in heads(draw, out=True):
-        f, loss, layer = partial(several_heads, X=X), partial(autodiff.mse, Y=Y), heads_layer(W)
-        yield Equal(
-            f"{case}, H_o",
-            lambda a=layer, X=X, Y=Y: dense(exact.hessian(a, X, Y).outer),
-            lambda f=f, W=W, e=loss: autodiff.outer(f, W, e),
-        )
-        yield Equal(
-            f"{case}, H_f",
-            lambda a=layer, X=X, Y=Y: dense(exact.hessian(a, X, Y).functional),
-            lambda f=f, W=W, e=loss: autodiff.functional(f, W, e),
-            joint=True,
-        )

@@ -35,8 +35,7 @@ def equation_5(draw: Draw) -> Iterator[Check]:
     g = draw(*p.Y.shape)
     for part, exponent in (("t_outer", 5), ("t_functional", 3)):
 
-        def fitted(part: str = part) -> float:
-            # without B the outer-product part is zero, and `t_outer` is what is functional of it
+        def fitted() -> float:
             parts = [getattr(exact.hessian(p.layer(), s * p.X, g=g), part) for s in SIGMA]
             return slope([H.block("query", "key").frobenius() for H in parts])
 
@@ -55,8 +54,9 @@ def exponents(draw: Draw, activation: str) -> Iterator[Check]:
         for part, blocks in exact.predicted_exponents(layer).items():
             for (row, column), exponent in blocks.items():
 
-                def fitted(p=p, layer=layer, key=(part, row, column)) -> float:  # type: ignore[no-untyped-def]
+                def fitted() -> float:
                     laws = exact.growth(layer, p.X, p.Y, scales=SIGMA, fixed_gradient=True)
+                    key = (part, row, column)
                     return next(law.fitted for law in laws if (law.part, law.row, law.column) == key)
 
                 yield Law(f"{p.case}, {part} ({row}, {column})", min(exponent), fitted)
@@ -67,7 +67,7 @@ def section_31(draw: Draw) -> Iterator[Check]:
     p = attention(draw, "", 4, 3, 2, 3)
     for name, exponent in (("value", 1), ("query", 3), ("key", 3)):
 
-        def fitted(name: str = name) -> float:
+        def fitted() -> float:
             jacobians = [AttentionLayer(p.layer()).jacobian(s * p.X) for s in SIGMA]
             return slope([J.block("output", name).dense().norm() for J in jacobians])
 
@@ -81,7 +81,7 @@ def figure_8(draw: Draw) -> Iterator[Check]:
         X, Y = draw(5, 3), draw(5, 3)
         for name in mlp.weights:
 
-            def fitted(mlp=mlp, X=X, Y=Y, name=name) -> float:  # type: ignore[no-untyped-def]
+            def fitted() -> float:
                 parts = [exact.hessian(mlp, s * X, Y).total.block(name) for s in SIGMA]
                 return slope([H.dense().norm() for H in parts])
 

@@ -1,4 +1,4 @@
-"""Paper B: LayerNorm, feed-forward, whole blocks, bounds, and convergence of the loss landscape."""
+"""Paper B: LayerNorm, feed-forward, whole blocks, and bounds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from curvlens.exact.verification.appendix import eye
 from curvlens.exact.verification.attention import dense
 from curvlens.exact.verification.autodiff import Weights
 from curvlens.exact.verification.claims import Bound, Check, Equal, claim
-from curvlens.exact.verification.problems import Draw, attention, attentions
+from curvlens.exact.verification.problems import Draw, attentions
 
 Placement = Literal["pre", "post", "none"]
 
@@ -40,11 +40,11 @@ def theorem_1(draw: Draw) -> Iterator[Check]:
             f, loss = partial(autodiff.attention, X=X), p.loss
             for kind in ("norms", "kronecker"):
 
-                def bound(p=p, X=X, kind=kind) -> Tensor:  # type: ignore[no-untyped-def]
+                def bound() -> Tensor:
                     found = exact.bounds(p.layer(), X, p.Y, largest=0)
                     return floats([getattr(b, kind) for b in found])
 
-                def true(p=p, f=f, loss=loss) -> Tensor:  # type: ignore[no-untyped-def]
+                def true() -> Tensor:
                     return spectral_norms(f, p.W, loss)
 
                 yield Bound(f"{p.case}, tokens x {scale}, by {kind}", bound, true)
@@ -102,14 +102,14 @@ def theorem_2(draw: Draw) -> Iterator[Check]:
         X, gamma, beta = 2 * draw(L, d), draw(d), draw(d)
         yield Equal(
             f"L = {L}, d = {d}, as printed (no ε)",
-            lambda X=X: printed_layer_norm(X)[0],
-            lambda X=X: autodiff.first(lambda x: autodiff.norm(x, 1.0, 0.0, 0.0), X),
+            lambda: printed_layer_norm(X)[0],
+            lambda: autodiff.first(lambda x: autodiff.norm(x, 1.0, 0.0, 0.0), X),
         )
         for case, layer, f in norms(gamma, beta):
             yield Equal(
                 f"L = {L}, d = {d}, {case}",
-                lambda layer=layer, X=X: torch.block_diag(*layer.row_jacobians(X)),
-                lambda f=f, X=X: autodiff.first(f, X),
+                lambda: torch.block_diag(*layer.row_jacobians(X)),
+                lambda: autodiff.first(f, X),
             )
 
 
@@ -122,19 +122,19 @@ def theorem_3(draw: Draw) -> Iterator[Check]:
         X, gamma, beta, g = 2 * draw(L, d), draw(d), draw(d), draw(L, d)
         yield Equal(
             f"L = {L}, d = {d}, as printed (no ε)",
-            lambda X=X: printed_layer_norm(X)[1],
-            lambda X=X: twice(lambda x: autodiff.norm(x, 1.0, 0.0, 0.0), X),
+            lambda: printed_layer_norm(X)[1],
+            lambda: twice(lambda x: autodiff.norm(x, 1.0, 0.0, 0.0), X),
         )
         for case, layer, f in norms(gamma, beta):
 
-            def by_rows(layer=layer, X=X) -> Tensor:  # type: ignore[no-untyped-def]
+            def by_rows() -> Tensor:
                 L, d = X.shape
                 H = X.new_zeros(L, d, L, d, L, d)
                 for i, rows in enumerate(layer.row_hessians(X)):
                     H[i, :, i, :, i] = rows
                 return H.reshape(L * d, L * d, L * d)
 
-            yield Equal(f"L = {L}, d = {d}, {case}", by_rows, lambda f=f, X=X: twice(f, X))
+            yield Equal(f"L = {L}, d = {d}, {case}", by_rows, lambda: twice(f, X))
 
             def plain(W: Weights, layer=layer, case=case) -> Tensor:  # type: ignore[no-untyped-def]
                 bias = W.get("bias", 0.0)
@@ -142,10 +142,8 @@ def theorem_3(draw: Draw) -> Iterator[Check]:
 
             yield Equal(
                 f"L = {L}, d = {d}, {case}, by weight, bias and input",
-                lambda layer=layer, X=X, g=g: dense(layer.second(X, g)),
-                lambda f=plain, layer=layer, X=X, g=g: autodiff.curvature(
-                    f, {**layer.weights, "input": X}, g
-                ),
+                lambda: dense(layer.second(X, g)),
+                lambda: autodiff.curvature(plain, {**layer.weights, "input": X}, g),
                 joint=True,
             )
 
@@ -187,11 +185,11 @@ def lemma_1(draw: Draw) -> Iterator[Check]:
     h = 3 * draw(50)
     for name, plain in autodiff.ACTIVATIONS.items():
 
-        def closed(name: str = name) -> dict[str, Tensor]:
+        def closed() -> dict[str, Tensor]:
             sigma = activation(name)
             return {"first": sigma.first(h), "second": sigma.second(h)}
 
-        def derived(plain=plain) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
+        def derived() -> dict[str, Tensor]:
             slope = torch.func.vmap(torch.func.grad(plain))
             return {"first": slope(h), "second": torch.func.jvp(slope, (h,), (torch.ones_like(h),))[1]}
 
@@ -205,19 +203,19 @@ def feed_forward(draw: Draw) -> Iterator[Check]:
             W = {"up": draw(d, m), "gate": draw(d, m), "down": draw(m, e)}
             W = W if gated else {"up": W["up"], "down": W["down"]}
             X, Y = draw(L, d), draw(L, e)
-            layer = exact.FeedForward(**W, activation=name)
+            layer = exact.FeedForward(W["up"], W["down"], W.get("gate"), activation=name)
             f = partial(autodiff.feed_forward, X=X, activation=name)
             case = f"{name}, {L} x {d} x {m} x {e}"
             loss = partial(autodiff.mse, Y=Y)
             yield Equal(
                 f"{case}, H_o",
-                lambda layer=layer, X=X, Y=Y: dense(exact.hessian(layer, X, Y).outer),
-                lambda f=f, W=W, e=loss: autodiff.outer(f, W, e),
+                lambda: dense(exact.hessian(layer, X, Y).outer),
+                lambda: autodiff.outer(f, W, loss),
             )
             yield Equal(
                 f"{case}, H_f",
-                lambda layer=layer, X=X, Y=Y: dense(exact.hessian(layer, X, Y).functional),
-                lambda f=f, W=W, e=loss: autodiff.functional(f, W, e),
+                lambda: dense(exact.hessian(layer, X, Y).functional),
+                lambda: autodiff.functional(f, W, loss),
                 joint=True,
             )
 
@@ -244,8 +242,8 @@ def made_block(draw: Draw, placement: Placement, heads: int, name: str, d: int =
     if placement == "none":
         layer = exact.TransformerBlock(attn, mlp, norm="none")
     else:
-        pair = [exact.LayerNorm(draw(d), draw(d), EPS) for _ in range(2)]
-        layer = exact.TransformerBlock(attn, mlp, *pair, norm=placement)
+        norm1, norm2 = (exact.LayerNorm(draw(d), draw(d), EPS) for _ in range(2))
+        layer = exact.TransformerBlock(attn, mlp, norm1, norm2, placement)
     f = partial(autodiff.block, placement=placement, count=heads, activation=name, eps=EPS)
     return layer, f
 
@@ -263,14 +261,14 @@ def blocks(draw: Draw):  # type: ignore[no-untyped-def]
 def theorem_4(draw: Draw) -> Iterator[Check]:
     for case, layer, f, X, _ in blocks(draw):
 
-        def closed(layer=layer, X=X) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
+        def closed() -> dict[str, Tensor]:
             J = layer.jacobian(X)
             return {name: J.block("output", name).dense() for name in layer.weights}
 
         yield Equal(
             case,
             closed,
-            lambda f=f, layer=layer, X=X: autodiff.jacobian(partial(f, X=X), layer.weights),
+            lambda: autodiff.jacobian(partial(f, X=X), layer.weights),
             joint=True,
         )
 
@@ -280,23 +278,21 @@ def theorem_5(draw: Draw) -> Iterator[Check]:
     for case, layer, f, X, g in blocks(draw):
         yield Equal(
             f"{case}, Σ g ∂²Z",
-            lambda layer=layer, X=X, g=g: dense(layer.second(X, g).block(layer.blocks, layer.blocks)),
-            lambda f=f, layer=layer, X=X, g=g: autodiff.curvature(partial(f, X=X), layer.weights, g),
+            lambda: dense(layer.second(X, g).block(layer.blocks, layer.blocks)),
+            lambda: autodiff.curvature(partial(f, X=X), layer.weights, g),
             joint=True,
         )
         yield Equal(
             f"{case}, Hessian of the square loss",
-            lambda layer=layer, X=X, Y=g: dense(exact.hessian(layer, X, Y).total),
-            lambda f=f, layer=layer, X=X, Y=g: autodiff.total(
-                partial(f, X=X), layer.weights, partial(autodiff.mse, Y=Y)
-            ),
+            lambda: dense(exact.hessian(layer, X, g).total),
+            lambda: autodiff.total(partial(f, X=X), layer.weights, partial(autodiff.mse, Y=g)),
             joint=True,
         )
         if case.startswith("post"):
             yield Equal(
                 f"{case}, as printed",
-                lambda layer=layer, X=X, g=g: printed_block(layer, X, g),
-                lambda f=f, layer=layer, X=X, g=g: autodiff.curvature(partial(f, X=X), layer.weights, g),
+                lambda: printed_block(layer, X, g),
+                lambda: autodiff.curvature(partial(f, X=X), layer.weights, g),
                 joint=True,
             )
 
@@ -324,12 +320,12 @@ def section_5(draw: Draw) -> Iterator[Check]:
         if not case.startswith(("pre", "none")):
             continue
 
-        def closed(layer=layer, X=X, Y=Y) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
+        def closed() -> dict[str, Tensor]:
             found = exact.propagation(layer, (X, Y))
             extents = {step.name: step.total for step in found.sublayers}
             return {name: floats(astuple(e)) for name, e in extents.items()}
 
-        def derived(layer=layer, X=X, Y=Y, f=f) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
+        def derived() -> dict[str, Tensor]:
             W = layer.weights
             silent = {**W, "mlp.down": 0 * W["mlp.down"]}
             idle = {**W, "attn.out": 0 * W["attn.out"]}
@@ -358,74 +354,15 @@ def theorem_6(draw: Draw) -> Iterator[Check]:
     for case, layer, f, X, Y in blocks(draw):
         for scale in (0.3, 1.0, 3.0):
 
-            def bound(layer=layer, X=scale * X, Y=Y) -> Tensor:  # type: ignore[no-untyped-def]
-                found = exact.block_bounds(layer, X, Y, true=False)
+            def bound() -> Tensor:
+                found = exact.block_bounds(layer, scale * X, Y, true=False)
                 return torch.cat([found.total.flatten(), found.whole[None]])
 
-            def true(layer=layer, f=f, X=scale * X, Y=Y) -> Tensor:  # type: ignore[no-untyped-def]
+            def true() -> Tensor:
                 W = layer.weights
-                H = autodiff.total(partial(f, X=X), W, partial(autodiff.mse, Y=Y))
+                H = autodiff.total(partial(f, X=scale * X), W, partial(autodiff.mse, Y=Y))
                 return torch.stack(
                     [norm(block) for block in H.values()] + [norm(autodiff.matrix(H, list(W)))]
                 )
 
             yield Bound(f"{case}, tokens x {scale}", bound, true)
-
-
-# -- convergence
-
-
-@claim("B", "Theorem 7", "|L_{k+1} − L_k| ≤ (2ℒ + M ‖w − w*‖²)/(k + 1), and its identity")
-def theorem_7(draw: Draw) -> Iterator[Check]:
-    """Attention in its value weights, on samples that share a minimum `w*` with a loss of their own there.
-
-    The losses are quadratic in `w`, so that `M`, the largest norm of their Hessians, holds everywhere.
-    """
-    samples, L, d = 6, 6, 2
-    heads = [attention(draw, "", L, d, 2, d) for _ in range(samples)]
-    best, mixed, targets = draw(d, d), [], []
-    for p in heads:
-        M1 = autodiff.softmax(autodiff.scores(p.W, p.X)) @ p.X
-        residual = draw(L, d)
-        residual = residual - M1 @ torch.linalg.lstsq(M1, residual).solution  # the minimum stays where it is
-        mixed.append(M1)
-        targets.append(M1 @ best + residual)
-
-    def losses(w: Tensor) -> Tensor:
-        made = [
-            autodiff.mse(autodiff.attention({**p.W, "value": w}, p.X), Y)
-            for p, Y in zip(heads, targets, strict=True)
-        ]
-        return torch.stack(made)
-
-    def means(w: Tensor) -> Tensor:
-        return losses(w).cumsum(0) / torch.arange(1, samples + 1)
-
-    def hessians() -> list[Tensor]:
-        made = []
-        for p, Y in zip(heads, targets, strict=True):
-            layer = exact.SelfAttention(p.W["query"], p.W["key"], best)
-            made.append(exact.hessian(layer, p.X, Y).total.block("value").dense())
-        return made
-
-    steps = torch.arange(1, samples, dtype=torch.float64)
-    yield Equal(
-        "all samples have one minimum",
-        lambda: torch.stack(hessians()),
-        lambda: torch.stack(
-            [autodiff.second(lambda v, i=i: losses(v.view(d, d))[i], best.flatten()) for i in range(samples)]
-        ),
-    )
-    for distance in (0.0, 0.1, 1.0, 10.0):
-        w = best + distance * draw(d, d)
-        yield Equal(
-            f"identity, at {distance}",
-            lambda w=w: (losses(w)[1:] - means(w)[:-1]) / (steps + 1),
-            lambda w=w: means(w)[1:] - means(w)[:-1],
-        )
-
-        def bound(w: Tensor = w) -> Tensor:
-            M, ceiling = max(float(norm(H)) for H in hessians()), float(losses(best).max())
-            return (2 * ceiling + M * float((w - best).square().sum())) / (steps + 1)
-
-        yield Bound(f"bound, at {distance}", bound, lambda w=w: means(w).diff().abs())
