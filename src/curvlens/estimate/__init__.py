@@ -1,0 +1,1 @@
+"""What can be learnt of a large operator from its products, each number with its error."""
