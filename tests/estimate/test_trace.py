@@ -43,7 +43,7 @@ def test_hutchinson_is_the_mean_of_quadratic_forms():
     result = trace(H, samples=5, seed=2, method="hutchinson", chunk=2)
     assert result.value == pytest.approx(forms.mean().item(), rel=1e-13)
     # Student's factor for four degrees of freedom makes it a 68.27 % interval
-    assert result.stderr == pytest.approx((forms.std() / 5**0.5).item() * 1.141657, rel=1e-5)
+    assert result.stderr == pytest.approx((forms.std() / 5**0.5).item() * 1.141626629090954, rel=1e-9)
     assert (result.samples, result.products, result.converged) == (5, 5, True)
 
 
@@ -127,8 +127,9 @@ def test_as_many_probes_as_dimensions_give_the_exact_trace():
 @pytest.mark.parametrize("method", METHODS)
 def test_a_zero_operator_has_trace_zero(method):
     result = trace(Dense(torch.zeros(9, 9, dtype=torch.float64)), samples=4, method=method)
-    assert result.value == 0
-    assert result.stderr == 0
+    # XNysTrace adds a shift of one rounding and takes it away again
+    assert result.value == pytest.approx(0, abs=1e-13)
+    assert result.stderr < 1e-13
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -167,7 +168,10 @@ def test_chunks_do_not_matter(method):
 def test_a_killed_run_ends_with_the_same_digits(method, resumes_exactly):
     H = from_spectrum(SPECTRA["semidefinite"])
     resumes_exactly(lambda H, **budget: trace(H, samples=9, method=method, chunk=2, **budget), H)
-    resumes_exactly(lambda H, **budget: trace(H, samples=4, tol=0.02, method=method, chunk=2, **budget), H)
+    resumes_exactly(
+        lambda H, **budget: trace(H, samples=4, tol=0.02, method=method, chunk=2, max_products=40, **budget),
+        H,
+    )
 
 
 def test_float32_agrees_with_float64():

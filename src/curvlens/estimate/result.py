@@ -18,7 +18,7 @@ from torch import Tensor
 ONE_SIGMA = math.erf(math.sqrt(0.5))  # 0.6827
 
 
-@lru_cache
+@lru_cache(None)
 def student(samples: int) -> float:
     """The factor that makes `mean ± factor s / sqrt(samples)` a 68.27 % interval for few samples."""
     from scipy.stats import t
@@ -35,8 +35,10 @@ def mean_and_error(values: Tensor) -> tuple[Tensor, Tensor]:
     count = known.sum(0)
     mean = values.nansum(0) / count
     squares = (values - mean).square().nansum(0) / (count - 1).clamp(min=1)
-    factor = torch.tensor([student(n) if n > 1 else math.inf for n in range(int(count.max()) + 1)])
-    error = squares.sqrt() / count.clamp(min=1).sqrt() * factor.to(values.dtype)[count]
+    factor = torch.ones_like(mean)
+    for n in count.unique().tolist():
+        factor[count == n] = student(n) if n > 1 else math.inf
+    error = (squares / count.clamp(min=1)).sqrt() * factor
     return mean, torch.where(count > 1, error, math.inf)
 
 
@@ -99,13 +101,13 @@ class BlockMap:
 
     def __getitem__(self, names: str | tuple[str, str]) -> Estimate:
         """`traces["query"]` or `norms["query", "value"]`, as an Estimate of its own."""
-        names = (names,) if isinstance(names, str) else tuple(names)
+        asked = (names,) if isinstance(names, str) else tuple(names)
         axes = (self.rows,) if self.columns is None else (self.rows, self.columns)
-        if len(names) != len(axes) or any(name not in axis for name, axis in zip(names, axes, strict=True)):
-            raise KeyError(f"expected {len(axes)} block name(s) of {', '.join(self.rows)}, got {names}")
-        at = tuple(axis.index(name) for name, axis in zip(names, axes, strict=True))
+        if len(asked) != len(axes) or any(name not in axis for name, axis in zip(asked, axes, strict=True)):
+            raise KeyError(f"expected {len(axes)} block name(s) of {', '.join(self.rows)}, got {asked}")
+        at = tuple(axis.index(name) for name, axis in zip(asked, axes, strict=True))
         return Estimate(
-            f"{self.what}[{', '.join(names)}]",
+            f"{self.what}[{', '.join(asked)}]",
             self.value[at].item(),
             self.stderr[at].item(),
             self.samples,

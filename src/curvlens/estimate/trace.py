@@ -91,6 +91,8 @@ class Sketch:
         # with as many probes as dimensions the sketch is the operator
         most = min(samples if tol is None else PATIENCE * samples, self.size)
         target, shown = min(samples, most), ""
+        while target < self.count:  # the same looks at the tolerance as in a run without a break
+            target = min(most, target + max(chunk, target // 4))
         while True:
             if self.count >= target or self.exhausted:
                 value, error = self.estimate()
@@ -175,7 +177,7 @@ class RangeSketch(Sketch):
 
     def add(self, omega: Tensor) -> None:
         images = self.run.apply(self.H, omega)
-        fresh, rows, kept = vectors.extend(self.basis, images, self.tolerance)
+        fresh, rows, _ = vectors.extend(self.basis, images, self.tolerance)
         if len(fresh):
             self.images = torch.cat([self.images, self.run.apply(self.H, fresh)])
             self.basis = torch.cat([self.basis, fresh])
@@ -323,7 +325,8 @@ class NystromSketch(Sketch):
 
     def _factor(self, core: Tensor, probe_gram: Tensor) -> tuple[float, Tensor]:
         """The smallest shift, at rounding, that makes the core positive definite, and its Cholesky factor."""
-        shift = self.epsilon * vectors.norm(self.images).max().item() / self.size**0.5
+        length = vectors.norm(self.images).max().item() or 1.0
+        shift = self.epsilon * length / self.size**0.5
         for _ in range(6):
             root, failed = torch.linalg.cholesky_ex(core + shift * probe_gram)
             if not failed:

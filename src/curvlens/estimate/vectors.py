@@ -70,7 +70,8 @@ def extend(basis: Tensor, a: Tensor, tolerance: float) -> tuple[Tensor, Tensor, 
     Returns the new rows `Q`, the coefficients `R` with `a = R [basis; Q]`, and which rows of `a` were new: a row
     that loses all but `tolerance` of its length lies in the span already.
     """
-    fresh, kept = a.new_empty(a.shape), []
+    fresh = a.new_empty(a.shape)
+    kept: list[int] = []
     coefficients = torch.zeros(len(a), len(basis) + len(a), dtype=torch.float64)
     for i in range(len(a)):
         row = a[i : i + 1].clone()
