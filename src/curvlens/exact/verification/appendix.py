@@ -13,11 +13,7 @@ from curvlens.exact.attention_jet import AttentionLayer
 from curvlens.exact.literal import commutation, khatri_rao, kron, rows_of, vec
 from curvlens.exact.verification import autodiff
 from curvlens.exact.verification.claims import Check, Equal, claim
-from curvlens.exact.verification.problems import Draw, attentions
-
-
-def eye(n: int) -> Tensor:
-    return torch.eye(n, dtype=torch.float64)
+from curvlens.exact.verification.problems import Draw, attentions, eye
 
 
 def column(x: Tensor) -> Tensor:

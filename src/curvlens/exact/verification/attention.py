@@ -13,10 +13,9 @@ import curvlens.exact as exact
 from curvlens.exact import literal
 from curvlens.exact.literal import commutation, kron
 from curvlens.exact.verification import autodiff
-from curvlens.exact.verification.appendix import eye
 from curvlens.exact.verification.autodiff import Blocks, Weights
 from curvlens.exact.verification.claims import Check, Equal, claim
-from curvlens.exact.verification.problems import Attention, Draw, attention, attentions, one_hot
+from curvlens.exact.verification.problems import Attention, Draw, attention, attentions, eye, one_hot
 from curvlens.operator import Operator
 
 

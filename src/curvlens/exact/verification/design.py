@@ -15,11 +15,10 @@ from curvlens.exact.attention_hessian import AttentionResult
 from curvlens.exact.attention_jet import AttentionLayer
 from curvlens.exact.literal import commutation, kron, vec
 from curvlens.exact.verification import autodiff
-from curvlens.exact.verification.appendix import eye
 from curvlens.exact.verification.attention import dense
 from curvlens.exact.verification.autodiff import Blocks, Weights
 from curvlens.exact.verification.claims import Bound, Check, Equal, claim
-from curvlens.exact.verification.problems import Attention, Draw, attention, attentions
+from curvlens.exact.verification.problems import Attention, Draw, attention, attentions, eye
 
 QK = ["query", "key"]
 

@@ -13,11 +13,10 @@ import curvlens.exact as exact
 from curvlens.exact import literal
 from curvlens.exact.literal import kron
 from curvlens.exact.verification import autodiff
-from curvlens.exact.verification.appendix import eye
 from curvlens.exact.verification.attention import dense
 from curvlens.exact.verification.autodiff import Weights
 from curvlens.exact.verification.claims import Check, Equal, claim
-from curvlens.exact.verification.problems import Draw
+from curvlens.exact.verification.problems import Draw, eye
 
 
 def several_heads(W: Weights, X: Tensor) -> Tensor:

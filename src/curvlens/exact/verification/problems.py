@@ -13,6 +13,10 @@ import curvlens.exact as exact
 from curvlens.exact.verification import autodiff
 
 
+def eye(n: int) -> Tensor:
+    return torch.eye(n, dtype=torch.float64)
+
+
 class Draw:
     """Float64 normal numbers and small integers from a seed."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import json
 import time
@@ -77,12 +78,17 @@ class Verification:
     """What became of every claim. `print` shows a table."""
 
     claims: tuple[Verified, ...]
+    asked: int  # how many claims were to be checked; more than there are if the run was interrupted
     seed: int
     seconds: float
 
     @property
+    def complete(self) -> bool:
+        return len(self.claims) == self.asked
+
+    @property
     def passed(self) -> bool:
-        return all(claim.passed for claim in self.claims)
+        return self.complete and all(claim.passed for claim in self.claims)
 
     @property
     def tolerance(self) -> float:
@@ -99,6 +105,7 @@ class Verification:
     def to_dict(self) -> dict[str, Any]:
         return {
             "passed": self.passed,
+            "complete": self.complete,
             "seed": self.seed,
             "tolerance": self.tolerance,
             "seconds": self.seconds,
@@ -125,6 +132,7 @@ def verify(
 
     `claims` is a shell pattern of names, "A Theorem 3.*", "B *" or "Lemma*"; `seed` draws the random problems, the
     same for a claim whichever others run. `progress` is called before each with its position, their number and itself.
+    An interrupt (Ctrl-C) ends it early, with what is done until then.
 
     >>> import curvlens as cl
     >>> cl.verify(claims="A Lemma B.2").passed
@@ -138,11 +146,12 @@ def verify(
         )
     autodiff.first(autodiff.softmax, torch.zeros(2, 2))  # torch loads much at its first derivative: not timed
     start, done = time.perf_counter(), []
-    for i, claim in enumerate(chosen):
-        if progress is not None:
-            progress(i, len(chosen), claim)
-        done.append(check(claim, seed))
-    return Verification(tuple(done), seed, time.perf_counter() - start)
+    with contextlib.suppress(KeyboardInterrupt):
+        for i, claim in enumerate(chosen):
+            if progress is not None:
+                progress(i, len(chosen), claim)
+            done.append(check(claim, seed))
+    return Verification(tuple(done), len(chosen), seed, time.perf_counter() - start)
 
 
 def check(claim: Claim, seed: int) -> Verified:

@@ -63,8 +63,9 @@ def _summary(verification: Verification) -> list[str]:
     errors = [claim.largest_error for claim in verification.claims if claim.largest_error is not None]
     count = sum(len(claim.checks) for claim in verification.claims)
     verdict = f"{len(failed)} FAILED: {', '.join(failed)}" if failed else "all hold"
+    of_all = "" if verification.complete else f" of {verification.asked}, interrupted"
     return _wrapped(
-        f"{len(verification.claims)} claims, {count} checks, {verdict}; largest relative error "
+        f"{len(verification.claims)} claims{of_all}, {count} checks, {verdict}; largest relative error "
         f"{max(errors, default=0.0):.1e} of {TOLERANCE:.0e} allowed; seed {verification.seed}, "
         f"{verification.seconds:.1f} s",
         "",

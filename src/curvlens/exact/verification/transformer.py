@@ -15,11 +15,10 @@ from curvlens.exact.activations import activation
 from curvlens.exact.bounds import unit_attention_bound
 from curvlens.exact.literal import kron
 from curvlens.exact.verification import autodiff
-from curvlens.exact.verification.appendix import eye
 from curvlens.exact.verification.attention import dense
 from curvlens.exact.verification.autodiff import Weights
 from curvlens.exact.verification.claims import Bound, Check, Equal, claim
-from curvlens.exact.verification.problems import Draw, attentions
+from curvlens.exact.verification.problems import Draw, attentions, eye
 
 Placement = Literal["pre", "post", "none"]
 

@@ -1,0 +1,5 @@
+"""`python -m curvlens` is the command line."""
+
+from curvlens.cli import main
+
+main()
