@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -116,7 +116,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return INCOMPLETE
     except Exception as error:
         if hasattr(error, "format_message"):  # the command line's own, of wrong usage
-            _complain(error.format_message())
+            _complain(_usage(error))
             return WRONG_INPUT
         traceback.print_exc()  # ours: to be reported
         return INCOMPLETE
@@ -124,6 +124,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
         _complain("interrupted before it was done")
         return INCOMPLETE
     return code if isinstance(code, int) else DONE
+
+
+def _usage(error: Any) -> str:
+    """What is wrong with a command line, and where to read what is right."""
+    message, context = error.format_message(), getattr(error, "ctx", None)
+    path = context.command_path if context else "curvlens"
+    return f"{message.rstrip('.')}; see '{path} --help'" if message else ""
 
 
 def _complain(message: str) -> None:

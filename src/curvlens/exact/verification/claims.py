@@ -85,8 +85,11 @@ class Bound:
         floor = ROUNDING * float(true.max())
         passed = bool((true <= bound * (1 + ROUNDING) + floor).all())
         ratios = (bound / true)[true > floor]
-        ratio = float(ratios.min()) if ratios.numel() else math.inf
-        return Outcome(self.case, "bound", ratio, passed, seconds, true_seconds)
+        lowest, highest = (
+            (float(ratios.min()), float(ratios.max())) if ratios.numel() else (math.inf, math.inf)
+        )
+        message = f"{lowest:.4g} to {highest:.4g} times the true number"
+        return Outcome(self.case, "bound", lowest, passed, seconds, true_seconds, message)
 
 
 @dataclass(frozen=True)

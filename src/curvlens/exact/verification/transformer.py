@@ -17,8 +17,9 @@ from curvlens.exact.literal import kron
 from curvlens.exact.verification import autodiff
 from curvlens.exact.verification.attention import dense
 from curvlens.exact.verification.autodiff import Weights
-from curvlens.exact.verification.claims import Bound, Check, Equal, claim
-from curvlens.exact.verification.problems import Draw, attentions, eye
+from curvlens.exact.verification.claims import Bound, Check, Equal, Law, claim
+from curvlens.exact.verification.growth import SIGMA, slope
+from curvlens.exact.verification.problems import Draw, attention, attentions, eye
 
 Placement = Literal["pre", "post", "none"]
 
@@ -30,7 +31,7 @@ Placement = Literal["pre", "post", "none"]
     "B",
     "Theorem 1",
     "bounds of ‖H‖₂ of self-attention",
-    "derived afresh: print takes ‖A‖₂ ≤ 1, which reaches √L",
+    "derived afresh: print takes ‖A‖₂ ≤ 1, which reaches √L; its O(‖X‖⁴) of the value block is Θ(‖X‖²)",
 )
 def theorem_1(draw: Draw) -> Iterator[Check]:
     for p in attentions(draw):
@@ -48,6 +49,13 @@ def theorem_1(draw: Draw) -> Iterator[Check]:
 
                 yield Bound(f"{p.case}, tokens x {scale}, by {kind}", bound, true)
     yield from unit_bound_is_exceeded()
+    p = attention(draw, "", 4, 3, 2, 3)
+
+    def fitted() -> float:
+        parts = [exact.hessian(p.layer(), s * p.X, p.Y).total for s in SIGMA]
+        return slope([H.block("value").dense().norm() for H in parts])
+
+    yield Law("value block ~ ‖X‖²", 2, fitted)
 
 
 def spectral_norms(f: autodiff.Function, W: Weights, loss: autodiff.Loss) -> Tensor:
