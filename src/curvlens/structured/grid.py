@@ -208,11 +208,15 @@ class BlockOperator(Operator):
 
     def block_norms(self) -> Tensor:
         """`‖H_ab‖_F` of every pair of blocks, `[rows, columns]` in the order of the blocks."""
-        norms = [
-            [_frobenius(self._block(Blocks([row]), Blocks([column]))) for column in self.domain]
-            for row in self.codomain
-        ]
-        return torch.stack([torch.stack(row) for row in norms])
+        rows, columns = list(self.codomain), list(self.domain)
+        norms = torch.zeros(len(rows), len(columns), dtype=self.dtype, device=self.device)
+        for i, row in enumerate(rows):
+            for j, column in enumerate(columns):
+                if self.symmetric and j < i:
+                    norms[i, j] = norms[j, i]
+                else:
+                    norms[i, j] = _frobenius(self._block(Blocks([row]), Blocks([column])))
+        return norms
 
     def spectral_bound(self) -> Tensor:
         """An upper bound of the spectral norm: that of the matrix of the cells' bounds."""
