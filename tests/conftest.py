@@ -7,6 +7,19 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 torch.set_num_threads(1)  # tests run side by side
 
 
+def pytest_addoption(parser):
+    parser.addoption("--run-slow", action="store_true", help="run all slow tests, not every fourth of them")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--run-slow"):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    left_out = set(slow) - set(slow[::4])
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)

@@ -20,28 +20,41 @@ def entries(blocks: Blocks, names: list[str], shapes: list[torch.Size]) -> torch
 
 
 def rows_of(outputs: torch.Tensor, leaves: list[torch.Tensor]) -> torch.Tensor:
-    """The Jacobian of a flat tensor with respect to the leaves, one backward pass a row."""
+    """The Jacobian of a flat tensor with respect to the leaves: one backward pass a row, all at once."""
+    outputs = outputs.flatten()
+    found = torch.autograd.grad(
+        outputs,
+        leaves,
+        torch.eye(len(outputs), dtype=outputs.dtype),
+        retain_graph=True,
+        is_grads_batched=True,
+        allow_unused=True,
+    )
+    zero = outputs.new_zeros(len(outputs), 1)
+    return torch.cat(
+        [
+            zero.expand(-1, leaf.numel()) if rows is None else rows.flatten(1)
+            for leaf, rows in zip(leaves, found, strict=True)
+        ],
+        dim=1,
+    )
+
+
+def rows_one_by_one(outputs: torch.Tensor, leaves: list[torch.Tensor]) -> torch.Tensor:
+    """The same without batching, to check it."""
     rows = []
     for output in outputs.flatten():
-        if not output.requires_grad:
-            found = [None] * len(leaves)
-        else:
-            found = torch.autograd.grad(output, leaves, retain_graph=True, allow_unused=True)
-        rows.append(
-            torch.cat(
-                [
-                    torch.zeros(leaf.numel()).to(leaf) if g is None else g.flatten()
-                    for g, leaf in zip(found, leaves, strict=True)
-                ]
-            )
+        found = torch.autograd.grad(
+            output, leaves, retain_graph=True, allow_unused=True, materialize_grads=True
         )
+        rows.append(torch.cat([gradient.flatten() for gradient in found]))
     return torch.stack(rows)
 
 
-def hessian_of(scalar: torch.Tensor, leaves: list[torch.Tensor]) -> torch.Tensor:
+def hessian_of(scalar: torch.Tensor, leaves: list[torch.Tensor], rows=rows_of) -> torch.Tensor:
     gradients = torch.autograd.grad(scalar, leaves, create_graph=True, allow_unused=True)
     flat = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(gradients, leaves, strict=True)]
-    return rows_of(torch.cat([g.flatten() for g in flat]), leaves)
+    return rows(torch.cat([g.flatten() for g in flat]), leaves)
 
 
 def logits_and_labels(model, batch, loss):

@@ -8,8 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import curvlens as cl
 from curvlens import nets
-from tests.models import MODELS
-from tests.reference import Reference, hessian_of
+from models import MODELS
+from reference import Reference, hessian_of, rows_one_by_one
 
 # float64 sums of a few thousand terms of order one: 1e-13 in the worst case; the issue is a wrong term, not rounding
 TIGHT = 1e-10
@@ -57,6 +57,13 @@ def test_value_and_gradient(name):
         ]
     )
     assert error(land.gradient(), flat[plain.order]) < TIGHT
+
+
+def test_the_reference_is_a_row_by_row_double_backward():
+    model, batch = MODELS["gpt2"]()
+    plain = Reference(model, batch, "next-token", cl.Landscape(model, batch).blocks)
+    slow = hessian_of(plain.value(), plain.leaves, rows=rows_one_by_one)[plain.order][:, plain.order]
+    assert error(reference("gpt2", "hessian"), slow) < 1e-14
 
 
 @pytest.mark.parametrize("engine", ENGINES)

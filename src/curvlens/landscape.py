@@ -62,6 +62,8 @@ class Landscape:
         self._reader = Reader(model, self.loss)
         self._fingerprints: list[tuple[Any, ...]] | None = None
         self._scored = self._survey()
+        if not isinstance(self.loss, PerToken):
+            _require_weight(sum(self._scored))
 
     def _find_blocks(self) -> Blocks:
         if not any(p.requires_grad for p in self.model.parameters()):
@@ -125,12 +127,7 @@ class Landscape:
                     weight += self.loss.count_terms(self.output(parameters, piece), piece.target)
         else:
             weight = sum(self._scored)
-        if weight == 0:
-            raise ValueError(
-                "expected at least one scored token, got none: every label is -100 or padding, "
-                "or the sequences have a single token"
-            )
-        return weight
+        return _require_weight(weight)
 
     # -- the function
 
@@ -260,6 +257,15 @@ def _working_dtype(model: nn.Module, dtype: torch.dtype | None) -> tuple[torch.d
     if own in guards.HALF:
         return torch.float32, [f"weights are {own}, computed in torch.float32"]
     return own, []
+
+
+def _require_weight(weight: float) -> float:
+    if weight == 0:
+        raise ValueError(
+            "expected at least one scored token, got none: every label is -100 or padding, "
+            "or the sequences have a single token"
+        )
+    return weight
 
 
 def _vocabulary(model: nn.Module) -> int | None:

@@ -49,8 +49,9 @@ def product(
     """`[K, columns] -> [K, rows]`: the given rows of the quantity times vectors over the given columns."""
     land.probe()
     quantity = quantity.started()
-    result = stack.new_empty(len(stack), rows.size)
     with guards.twice_differentiable(land.device):
+        stack = stack.clone() if stack.is_inference() else stack
+        result = stack.new_empty(len(stack), rows.size)
         directions = columns.to_parameters(stack)
         for index, piece in enumerate(land.pieces()):
             chunk = chunk_size(land, piece, len(stack))

@@ -129,6 +129,9 @@ def pull_back(
         retain_graph=True,
         is_grads_batched=count > 1,
         allow_unused=True,
-        materialize_grads=True,
     )
-    return list(found) if count > 1 else [image[None] for image in found]
+    # zeros made by autograd itself would lack the dimension of the stack
+    return [
+        input.new_zeros(count, *input.shape) if image is None else image if count > 1 else image[None]
+        for input, image in zip(inputs, found, strict=True)
+    ]

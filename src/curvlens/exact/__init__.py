@@ -2,23 +2,42 @@
 
 from curvlens.exact.attention import SelfAttention
 from curvlens.exact.attention_map import Elementwise, RowMap
+from curvlens.exact.block import TransformerBlock, stack
+from curvlens.exact.block_bounds import BlockBounds, block_bounds
 from curvlens.exact.bounds import Bound, bounds, t_rank_bound
+from curvlens.exact.chain import Chain
+from curvlens.exact.ffn import FeedForward
 from curvlens.exact.growth import GrowthLaw, growth, predicted_exponents
+from curvlens.exact.linear import Linear
+from curvlens.exact.mlp import LinearMLP
 from curvlens.exact.moments import Moments, moments
+from curvlens.exact.norm import LayerNorm, RMSNorm
+from curvlens.exact.propagation import propagation
 from curvlens.exact.result import Result, hessian
 
 __all__ = [
+    "BlockBounds",
     "Bound",
+    "Chain",
     "Elementwise",
+    "FeedForward",
     "GrowthLaw",
+    "LayerNorm",
+    "Linear",
+    "LinearMLP",
     "Moments",
+    "RMSNorm",
     "Result",
     "RowMap",
     "SelfAttention",
+    "TransformerBlock",
+    "block_bounds",
     "bounds",
     "growth",
     "hessian",
     "moments",
     "predicted_exponents",
+    "propagation",
+    "stack",
     "t_rank_bound",
 ]

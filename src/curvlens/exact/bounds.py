@@ -19,13 +19,15 @@ ball of radius ρ obey `‖M1_i‖ ≤ ρ`, `‖M2_i‖₂ ≤ ρ²` (a variance
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 
 from curvlens.exact.attention import SelfAttention
 from curvlens.exact.attention_hessian import AttentionResult
 from curvlens.exact.attention_map import Softmax
+from curvlens.exact.block_bounds import BlockBounds, block_bounds
+from curvlens.exact.jet import Layer
 from curvlens.exact.result import Sequences, hessian
 from curvlens.operator import Operator
 
@@ -48,13 +50,34 @@ class Bound(NamedTuple):
         return min(self.kronecker, self.norms if self.norms is not None else self.kronecker) / self.true
 
 
+@overload
 def bounds(
     layer: SelfAttention, X: Sequences, Y: Sequences | None = None, *, largest: int = 4096, **loss: Any
-) -> list[Bound]:
+) -> list[Bound]: ...
+
+
+@overload
+def bounds(
+    layer: Layer, X: Sequences, Y: Sequences | None = None, *, largest: int = 4096, **loss: Any
+) -> BlockBounds: ...
+
+
+def bounds(
+    layer: SelfAttention | Layer,
+    X: Sequences,
+    Y: Sequences | None = None,
+    *,
+    largest: int = 4096,
+    **loss: Any,
+) -> list[Bound] | BlockBounds:
     """Bounds of every block of both parts and of their sum, and of the whole (named "all"), see `Bound`.
 
     The true norm takes a singular value decomposition: it is given for blocks with at most `largest` rows and columns.
+    For a Transformer block, a chain of layers or one of their sublayers, see `block_bounds`.
     """
+    if isinstance(layer, Layer):
+        sizes = [block.size for block in layer.blocks]
+        return block_bounds(layer, X, Y, true=max(sizes) <= largest, **loss)
     R = hessian(layer, X, Y, **loss)
     assert isinstance(R, AttentionResult)
     by_norms = norm_bounds(R)

@@ -192,17 +192,21 @@ def hessian(
     True
     """
     tokens = Tokens.of(X)
+    return layer._hessian(tokens, loss_at(tokens, Y, loss, g, B), **options)
+
+
+def loss_at(tokens: Tokens, Y: Sequences | None, loss: str = "mse", g: Any = None, B: Any = None) -> LossAt:
+    """The loss that `hessian` names by these arguments."""
     targets = None if Y is None else _targets(Y)
     if g is not None:
-        return layer._hessian(tokens, given(targets, g, B), **options)
+        return given(targets, g, B)
     if B is not None:
         raise ValueError("expected g together with B: the functional part needs the gradient")
     if loss not in ("mse", "cross-entropy"):
         raise ValueError(f"expected loss 'mse' or 'cross-entropy', or g= and B=, got {loss!r}")
     if targets is None:
         raise ValueError(f"expected targets Y for the loss {loss!r}, got none; or give g= and B=")
-    at = squared_error(targets, tokens.lengths) if loss == "mse" else cross_entropy(targets)
-    return layer._hessian(tokens, at, **options)
+    return squared_error(targets, tokens.lengths) if loss == "mse" else cross_entropy(targets)
 
 
 def _targets(Y: Sequences) -> Tensor:
