@@ -29,6 +29,7 @@ from curvlens.exact.attention_head import Groups, Head
 from curvlens.exact.attention_product import AttentionOperator
 from curvlens.exact.result import LossAt, Result, TokenLoss, Tokens
 from curvlens.structured import BlockOperator, KroneckerSum
+from curvlens.structured.grid import Cell
 from curvlens.structured.kronecker import Term
 from curvlens.structured.stacks import CHUNK, Full, LowRank, Stack
 
@@ -70,11 +71,11 @@ class AttentionResult(Result):
 
         return self._over_scores(cell)
 
-    def _over_scores(self, cell: object) -> BlockOperator:
+    def _over_scores(self, cell: Cell) -> BlockOperator:
         blocks = self.outer.codomain
         kinds = ("query", "key", "query_key", "query.bias", "key.bias")
         chosen = Blocks(block for block in blocks if block.name in kinds)
-        return BlockOperator(cell, chosen, symmetric=True, dtype=self.outer.dtype, device=self.outer.device)  # type: ignore[arg-type]
+        return BlockOperator(cell, chosen, symmetric=True, dtype=self.outer.dtype, device=self.outer.device)
 
 
 def attention_hessian(layer: SelfAttention, tokens: Tokens, loss: LossAt) -> AttentionResult:

@@ -203,7 +203,7 @@ class BlockOperator(Operator):
         """`‖H‖_F` from the norms of the cells."""
         total = torch.zeros((), dtype=self.dtype, device=self.device)
         for _, _, cell, mirrored in self._own():
-            total += (2 if mirrored else 1) * _frobenius(cell).square()
+            total += (2 if mirrored else 1) * frobenius(cell).square()
         return total.sqrt()
 
     def block_norms(self) -> Tensor:
@@ -215,7 +215,7 @@ class BlockOperator(Operator):
                 if self.symmetric and j < i:
                     norms[i, j] = norms[j, i]
                 else:
-                    norms[i, j] = _frobenius(self._block(Blocks([row]), Blocks([column])))
+                    norms[i, j] = frobenius(self._block(Blocks([row]), Blocks([column])))
         return norms
 
     def spectral_bound(self) -> Tensor:
@@ -299,7 +299,8 @@ def _write(cell: Operator | None, target: Tensor, mirror: Tensor | None) -> None
         mirror.copy_(target.permute(2, 3, 0, 1))
 
 
-def _frobenius(cell: Operator) -> Tensor:
+def frobenius(cell: Operator) -> Tensor:
+    """`‖A‖_F` as the operator knows it, or of its dense matrix."""
     if hasattr(cell, "frobenius"):
         return cell.frobenius()
     return cell.dense().norm()
@@ -308,4 +309,4 @@ def _frobenius(cell: Operator) -> Tensor:
 def _spectral_bound(cell: Operator) -> Tensor:
     if hasattr(cell, "spectral_bound"):
         return cell.spectral_bound()
-    return _frobenius(cell)
+    return frobenius(cell)
