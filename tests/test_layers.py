@@ -8,6 +8,7 @@ import curvlens
 ROOT = Path(curvlens.__file__).parent
 # a room may use those above it
 ORDER = [
+    "progress",
     "blocks",
     "operator",
     "structured",

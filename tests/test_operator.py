@@ -48,6 +48,9 @@ def test_dense_diagonal_adjoint_and_scipy(pair):
     A, a = pair
     torch.testing.assert_close(A.dense(), a)
     torch.testing.assert_close(A.diagonal(), a.diagonal())
+    torch.testing.assert_close(A.trace(), a.trace())
+    torch.testing.assert_close(A.frobenius(), a.norm())
+    torch.testing.assert_close(A.block("a", "b").frobenius(), a[:6, 6:].norm())
     torch.testing.assert_close(A.T.dense(), a.T)
     S = A.to_scipy()
     x = torch.randn(N, 2, dtype=torch.float64).numpy()
@@ -114,6 +117,20 @@ def test_wrong_input_is_told(pair):
         A + Dense(matrix().float(), Blocks.of(SHAPES))
     with pytest.raises(ValueError, match="the same rows and columns for a diagonal"):
         Plain(matrix(), Blocks.of(SHAPES)).block("a", "b").diagonal()
+    with pytest.raises(ValueError, match="the same rows and columns for a trace"):
+        Plain(matrix(), Blocks.of(SHAPES)).block("a", "b").trace()
+
+
+def test_a_bar_shows_on_a_terminal_when_work_takes_long(monkeypatch, capsys):
+    from curvlens import progress
+
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    a = matrix()
+    Plain(a, Blocks.of(SHAPES)).dense()
+    assert capsys.readouterr().err == ""  # not a terminal
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    Plain(a, Blocks.of(SHAPES)).dense()
+    assert "dense matrix of 10 x 10" in capsys.readouterr().err
 
 
 def test_a_matrix_that_would_not_fit_is_refused():

@@ -1,5 +1,7 @@
 """curvlens: the curvature of a Transformer, exact and block by block."""
 
+from typing import Any
+
 from curvlens import losses
 from curvlens.blocks import Blocks
 from curvlens.curvature import fisher, functional, gauss_newton, hessian
@@ -17,3 +19,12 @@ __all__ = [
     "hessian",
     "losses",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`as_curvlinops` and `from_curvlinops`, once asked for: curvlinops is optional."""
+    if name in ("as_curvlinops", "from_curvlinops"):
+        from curvlens import interop
+
+        return getattr(interop, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

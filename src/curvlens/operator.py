@@ -8,13 +8,14 @@ vectors, and `_adjoint` unless it is symmetric. Everything else follows; what a 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from curvlens.blocks import Blocks
+from curvlens.progress import Progress
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
@@ -73,27 +74,42 @@ class Operator(ABC):
         """The matrix `[rows, columns]`, by one product a column."""
         self._require_room("the dense matrix")
         matrix = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        for start, images in self._columns():
+        for start, images in self._columns("dense matrix"):
             matrix[:, start : start + len(images)] = images.T
         return matrix
 
     def diagonal(self) -> Tensor:
-        """The diagonal `[rows]`, exact, by one product a column."""
-        if self.codomain != self.domain:
-            raise ValueError(f"expected the same rows and columns for a diagonal, got shape {self.shape}")
-        parts = []
-        for start, images in self._columns():
-            parts.append(images[:, start : start + len(images)].diagonal())
-        return torch.cat(parts)
+        """The diagonal `[rows]`, exact, by one product a column; `cl.diagonal` estimates it from fewer."""
+        self._require_square("diagonal")
+        chunks = self._columns("diagonal")
+        return torch.cat([images[:, start : start + len(images)].diagonal() for start, images in chunks])
 
-    def _columns(self, chunk: int = 256):  # type: ignore[no-untyped-def]
-        """Images of the unit vectors, a chunk at a time: `(first column, [chunk, rows])`."""
+    def trace(self) -> Tensor:
+        """The trace, exact, by one product a column; `cl.trace` estimates it from fewer."""
+        self._require_square("trace")
+        chunks = self._columns("trace")
+        parts = [images[:, start : start + len(images)].diagonal().sum() for start, images in chunks]
+        return torch.stack(parts).sum()
+
+    def frobenius(self) -> Tensor:
+        """`‖A‖_F`, exact, by one product a column, without the matrix; `cl.frobenius` estimates it from fewer."""
+        return torch.stack([images.norm() for _, images in self._columns("Frobenius norm")]).norm()
+
+    def _columns(self, what: str) -> Iterator[tuple[int, Tensor]]:
+        """Images of the unit vectors, a chunk at a time: `(first column, [chunk, rows])`; a bar if it takes long."""
         columns = self.domain.size
-        for start in range(0, columns, chunk):
-            count = min(chunk, columns - start)
-            unit = torch.zeros(count, columns, dtype=self.dtype, device=self.device)
-            unit[torch.arange(count), torch.arange(start, start + count)] = 1
-            yield start, self.apply(unit)
+        chunk = max(1, min(256, 2**27 // sum(self.shape)))  # at most a gigabyte of vectors at once
+        with Progress(f"{what} of {self.shape[0]:,} x {columns:,}", columns) as progress:
+            for start in range(0, columns, chunk):
+                count = min(chunk, columns - start)
+                unit = torch.zeros(count, columns, dtype=self.dtype, device=self.device)
+                unit[torch.arange(count), torch.arange(start, start + count)] = 1
+                yield start, self.apply(unit)
+                progress.update(start + count)
+
+    def _require_square(self, what: str) -> None:
+        if self.codomain != self.domain:
+            raise ValueError(f"expected the same rows and columns for a {what}, got shape {self.shape}")
 
     def _require_room(self, what: str) -> None:
         rows, columns = self.shape

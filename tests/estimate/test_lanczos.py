@@ -7,13 +7,13 @@ import textwrap
 import numpy as np
 import pytest
 import torch
-from conftest import from_spectrum
 from scipy.sparse.linalg import LinearOperator
 from scipy.sparse.linalg import eigsh as scipy_eigsh
 
 from curvlens.estimate.lanczos import eigsh
 from curvlens.operator import Operator
 from curvlens.structured import Dense
+from spectra import from_spectrum
 
 RNG = np.random.default_rng(1)
 BULK = (0.2 * RNG.uniform(-1, 1, 300)).tolist()
@@ -212,8 +212,8 @@ def test_sigkill_loses_nothing(tmp_path):
     """A real kill -9 in another process, in the middle of the run."""
     script = textwrap.dedent("""
         import os, signal, sys
-        sys.path.insert(0, sys.argv[1])
-        from conftest import from_spectrum
+        sys.path[:0] = [sys.argv[1], os.path.dirname(sys.argv[1])]
+        from spectra import from_spectrum
         from test_lanczos import BULK, TOP, Interrupting
         from curvlens.estimate import eigsh
         class Deadly(Interrupting):

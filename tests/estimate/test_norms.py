@@ -1,10 +1,10 @@
 import pytest
 import torch
-from conftest import SPECTRA, from_spectrum
 
 from curvlens.estimate.norms import block_norms, block_traces, frobenius
 from curvlens.operator import Product
 from curvlens.structured import Dense
+from spectra import SPECTRA, from_spectrum
 
 SHAPES = {"query": (4, 3), "key": (20,), "norm": (8,)}
 

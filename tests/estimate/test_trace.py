@@ -1,11 +1,12 @@
+import sys
+
 import pytest
 import torch
-from conftest import SPECTRA, from_spectrum
 
 from curvlens.blocks import Blocks
-from curvlens.estimate import trace as tracing
-from curvlens.estimate.trace import trace
+from curvlens.estimate.trace import NystromSketch, RangeSketch, trace
 from curvlens.structured import Dense
+from spectra import SPECTRA, from_spectrum
 
 METHODS = ("hutchinson", "xtrace", "xnystrace")
 
@@ -69,7 +70,7 @@ def test_the_samples_of_xtrace_are_those_of_their_definition():
     from curvlens.estimate.probes import probes
     from curvlens.estimate.run import Run
 
-    sketch = tracing.RangeSketch(H, Run("trace", {}), seed=5)
+    sketch = RangeSketch(H, Run("trace", {}), seed=5)
     omega = probes(H.domain, range(6), 5, "gaussian")
     sketch.add(omega[:4])
     sketch.add(omega[4:])
@@ -86,7 +87,7 @@ def test_the_samples_of_xnystrace_are_those_of_their_definition():
     from curvlens.estimate.run import Run
 
     omega = probes(H.domain, range(5), 5, "gaussian")
-    sketch = tracing.NystromSketch(H, Run("trace", {}), seed=5)
+    sketch = NystromSketch(H, Run("trace", {}), seed=5)
     sketch.add(omega)
     values, pairs = sketch.leave_one_out()
     A, n = H.matrix, H.shape[0]
@@ -192,7 +193,7 @@ def test_what_cannot_have_a_trace_is_refused():
 
 
 def test_memory_is_asked_for_before(monkeypatch):
-    monkeypatch.setattr(tracing, "free_memory", lambda device: 1000)
+    monkeypatch.setattr(sys.modules["curvlens.estimate.trace"], "free_memory", lambda device: 1000)
     with pytest.raises(MemoryError, match="hutchinson"):
         trace(Dense(torch.eye(20)), samples=10)
 

@@ -199,6 +199,30 @@ def test_other_attention_maps_shared_heads_and_masks(activation, kv_heads):
     check_jet(layer, randn(2, 3, 3), definition)
 
 
+@pytest.mark.parametrize(
+    "form", ["stack", "stack with out", "one matrix", "stack of one matrix", "grouped stack"]
+)
+def test_other_forms_of_attention(form):
+    """Stacks of heads, whose outputs are added, and `W_QK`, against the layer's own forward pass."""
+    H, d = 3, 4
+    W_Q, W_K, W_V, W_O = (
+        randn(H, *shape, seed=i) for i, shape in enumerate([(d, 2), (d, 2), (d, 3), (3, d)])
+    )
+    made = {
+        "stack": lambda: exact.SelfAttention(W_Q, W_K, W_V, b_Q=randn(H, 2, seed=7), b_V=randn(H, 3, seed=8)),
+        "stack with out": lambda: exact.SelfAttention(
+            W_Q, W_K, W_V, W_O=W_O, b_O=randn(d, seed=9), causal=True
+        ),
+        "one matrix": lambda: exact.SelfAttention(W_QK=randn(d, d), W_V=randn(d, 3, seed=1), temperature=1.7),
+        "stack of one matrix": lambda: exact.SelfAttention(W_QK=0.5 * randn(H, d, d), W_V=W_V),
+        "grouped stack": lambda: exact.SelfAttention(W_Q, W_K[:1], W_V[:1], W_O=W_O),
+    }
+    attention = made[form]()
+    layer = AttentionLayer(attention)
+    assert layer.blocks.names == attention.blocks.names
+    check_jet(layer, randn(2, 3, d, seed=5), attention.forward)
+
+
 def test_one_token():
     layer = block(placement="pre", heads=2)
     check_jet(layer, randn(1, 3), lambda w, X: plain_block(w, X, "pre", 2, False, "gelu"))
@@ -318,6 +342,3 @@ def test_messages():
         TransformerBlock(self_attention(2, out=2), FeedForward(randn(2, 2), randn(2, 2)), norm="both")
     with pytest.raises(ValueError, match="expected an output of width 3"):
         Chain([("head", Linear(randn(3, 2)))], residual=True)(randn(2, 3))
-    W = randn(2, 2)
-    with pytest.raises(ValueError, match="heads side by side, got W_QK"):
-        AttentionLayer(exact.SelfAttention(W_QK=W, W_V=W))

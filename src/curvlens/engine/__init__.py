@@ -49,14 +49,18 @@ def product(
     """`[K, columns] -> [K, rows]`: the given rows of the quantity times vectors over the given columns."""
     land.probe()
     quantity = quantity.started()
+    result = None
     with guards.twice_differentiable(land.device):
         stack = stack.clone() if stack.is_inference() else stack
-        result = stack.new_empty(len(stack), rows.size)
         directions = columns.to_parameters(stack)
         for index, piece in enumerate(land.pieces()):
             chunk = chunk_size(land, piece, len(stack))
             images = ENGINES[engine](land, quantity, piece, list(rows.parameters), directions, chunk)
             for start, image in images:
+                if result is None:  # not before the first pass has freed what it needed
+                    result = stack.new_empty(len(stack), rows.size)
                 rows.gather(image, result[start : start + chunk], add=index > 0)
+                del image
+    assert result is not None  # a landscape has data
     land.require_finite(result, "product")
     return result

@@ -2,7 +2,7 @@
 
 The graph of the gradient is built once for a batch and serves all vectors: 3 units of work (a gradient) and 6
 for the first product, of which 6 are repeated for each further one. Only the parameters in rows and columns
-are differentiated, so a pass ends at the lowest of them.
+are differentiated, so a pass ends at the lowest of them. The last pass frees the graph as it goes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from curvlens.batches import Batch
 from curvlens.engine.quantity import Quantity, replaced_output, share
 from curvlens.landscape import Landscape, Parameters
 
-Push = Callable[[list[Tensor]], Tensor]  # from stacks of directions, one for each column parameter
-Pull = Callable[[list[Tensor]], list[Tensor]]  # the same, to stacks of images, one for each row parameter
+# from stacks of directions, one for each column parameter, and whether the graph is kept for more of them
+Push = Callable[[list[Tensor], bool], Tensor]
+Pull = Callable[[list[Tensor], bool], list[Tensor]]  # to stacks of images, one for each row parameter
 
 
 def product(
@@ -37,12 +38,12 @@ def product(
     count = len(next(iter(directions.values())))
     for start in range(0, count, chunk):
         part = [stack[start : start + chunk] for stack in directions.values()]
-        yield start, dict(zip(rows, pull(part), strict=True))
+        yield start, dict(zip(rows, pull(part, start + chunk < count), strict=True))
 
 
 def _second_derivative(scalar: Tensor, leaves: list[Tensor], columns: list[Tensor]) -> Pull:
     gradients = first_gradient(scalar, columns)
-    return lambda directions: pull_back(gradients, leaves, directions)
+    return lambda directions, keep: pull_back(gradients, leaves, directions, keep)
 
 
 def _gauss_newton(
@@ -57,7 +58,7 @@ def _gauss_newton(
     output = land.output(parameters, piece)
     middle = quantity.middle(land, piece, output)
     push = jacobian(output, columns)
-    return lambda directions: pull_back([output], leaves, [middle(push(directions))])
+    return lambda directions, keep: pull_back([output], leaves, [middle(push(directions, keep))], keep)
 
 
 def _inner_gauss_newton(
@@ -75,10 +76,11 @@ def _inner_gauss_newton(
     push = jacobian(cut.output, columns)
     gradients = first_gradient(scalar, [cut.replacement, *columns])
 
-    def pull(directions: list[Tensor]) -> list[Tensor]:
-        cotangents = [push(directions), *directions]
-        at_split, *direct = pull_back(gradients, [cut.replacement, *leaves], cotangents)
-        below = pull_back([cut.output], leaves, [at_split])
+    def pull(directions: list[Tensor], keep: bool) -> list[Tensor]:
+        cotangents = [push(directions, keep), *directions]
+        # the rest of the model may share what lies below the split, as a residual stream
+        at_split, *direct = pull_back(gradients, [cut.replacement, *leaves], cotangents, keep=True)
+        below = pull_back([cut.output], leaves, [at_split], keep)
         return [a + b for a, b in zip(direct, below, strict=True)]
 
     return pull
@@ -99,25 +101,28 @@ def jacobian(output: Tensor, columns: Sequence[Tensor]) -> Push:
     """`J v` for a stack of directions, by differentiating `u ↦ Jᵀ u`."""
     cotangent = torch.zeros_like(output, requires_grad=True)
     if not output.requires_grad:
-        return lambda directions: output.new_zeros(len(directions[0]), *output.shape)
+        return lambda directions, keep: output.new_zeros(len(directions[0]), *output.shape)
     pulled = torch.autograd.grad(
         output, columns, cotangent, create_graph=True, retain_graph=True, allow_unused=True
     )
     known = [p for p in pulled if p is not None]
 
-    def push(directions: list[Tensor]) -> Tensor:
+    def push(directions: list[Tensor], keep: bool) -> Tensor:
         met = [v for p, v in zip(pulled, directions, strict=True) if p is not None]
         if not met:
             return output.new_zeros(len(directions[0]), *output.shape)
-        return pull_back(known, [cotangent], met)[0]
+        return pull_back(known, [cotangent], met, keep)[0]
 
     return push
 
 
 def pull_back(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor]
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], keep: bool
 ) -> list[Tensor]:
-    """`Σ_o (∂output_o/∂input)ᵀ c_o` for stacks of cotangents `[K, *shape]`: one stack for each input."""
+    """`Σ_o (∂output_o/∂input)ᵀ c_o` for stacks of cotangents `[K, *shape]`: one stack for each input.
+
+    `keep` the graph for another pass, or free it on the way.
+    """
     count = len(cotangents[0])
     live = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
     if not live:
@@ -126,7 +131,7 @@ def pull_back(
         [o for o, _ in live],
         inputs,
         [c if count > 1 else c[0] for _, c in live],
-        retain_graph=True,
+        retain_graph=keep,
         is_grads_batched=count > 1,
         allow_unused=True,
     )

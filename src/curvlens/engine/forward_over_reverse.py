@@ -55,11 +55,14 @@ def _gauss_newton(
     leaves = {name: parameters[name].detach().requires_grad_() for name in rows}
     value = land.output({**parameters, **leaves}, piece)
     middle = quantity.middle(land, piece, value)
-    for start in range(0, _count(directions), chunk):
+    count = _count(directions)
+    for start in range(0, count, chunk):
         with torch.no_grad():  # the tangent needs no graph
             tangents = push_forward(output, moving, _part(directions, start, chunk))["output"]
             tangents = middle(tangents)
-        yield start, dict(zip(rows, pull_back([value], list(leaves.values()), [tangents]), strict=True))
+        images = pull_back([value], list(leaves.values()), [tangents], keep=start + chunk < count)
+        yield start, dict(zip(rows, images, strict=True))
+        del images
 
 
 def push_forward(

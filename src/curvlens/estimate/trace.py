@@ -77,6 +77,7 @@ class Sketch:
     """Vectors kept from all probes so far, and the leave-one-out samples of the trace that follow from them."""
 
     vectors_a_probe = 1
+    kind = "gaussian"
 
     def __init__(self, H: Operator, run: Run, seed: int):
         self.H, self.run, self.seed = H, run, seed
@@ -96,8 +97,8 @@ class Sketch:
         while True:
             if self.count >= target or self.exhausted:
                 value, error = self.estimate()
-                shown = pm(value.item(), error.item())
-                done = self.exhausted or tol is None or bool(error <= tol * value.abs())
+                shown = pm(value.norm().item(), error.norm().item())
+                done = self.exhausted or tol is None or bool(error.norm() <= tol * value.norm())
                 if done or self.count >= most:
                     self.run.stopped = "samples" if tol is None or not done else "tolerance"
                     return value, error, done
@@ -105,7 +106,7 @@ class Sketch:
             count = self.run.affordable(min(chunk, target - self.count), self.vectors_a_probe)
             if count <= 0:
                 return (*self.estimate(), False)
-            self.add(probes_like(self.H, range(self.count, self.count + count), self.seed, "gaussian"))
+            self.add(probes_like(self.H, range(self.count, self.count + count), self.seed, self.kind))
             self.run.step(self._state, most * self.vectors_a_probe if tol is None else None, shown)
 
     @property
@@ -129,7 +130,7 @@ class Sketch:
         """Inner products of all probes with stacks `[r, n]`: one `[m, r]` each; probes are drawn again."""
         parts: list[list[Tensor]] = [[] for _ in stacks]
         for start in range(0, self.count, chunk):
-            omega = probes_like(self.H, range(start, min(start + chunk, self.count)), self.seed, "gaussian")
+            omega = probes_like(self.H, range(start, min(start + chunk, self.count)), self.seed, self.kind)
             for part, stack in zip(parts, stacks, strict=True):
                 part.append(vectors.gram(omega, stack))
         return [torch.cat(part) for part in parts]
@@ -167,6 +168,11 @@ class RangeSketch(Sketch):
         self.length = 0.0  # of the longest image, about the Frobenius norm
 
     @property
+    def second(self) -> Operator:
+        """What is applied to the basis."""
+        return self.H
+
+    @property
     def tolerance(self) -> float:
         return 100 * self.epsilon  # an image shorter than this outside of the range is rounding
 
@@ -179,7 +185,7 @@ class RangeSketch(Sketch):
         images = self.run.apply(self.H, omega)
         fresh, rows, _ = vectors.extend(self.basis, images, self.tolerance)
         if len(fresh):
-            self.images = torch.cat([self.images, self.run.apply(self.H, fresh)])
+            self.images = torch.cat([self.images, self.run.apply(self.second, fresh)])
             self.basis = torch.cat([self.basis, fresh])
         grown = torch.zeros(self.count + len(omega), len(self.basis), dtype=torch.float64)
         grown[: self.count, : self.coefficients.shape[1]] = self.coefficients
@@ -223,7 +229,7 @@ class RangeSketch(Sketch):
         return self._inner.trace() - ((removed @ self._inner) * removed).sum((1, 2)) + scale * outside
 
     def _squares(self, start: int) -> Tensor:
-        omega = probes_like(self.H, range(start, min(start + 4, self.count)), self.seed, "gaussian")
+        omega = probes_like(self.H, range(start, min(start + 4, self.count)), self.seed, self.kind)
         return vectors.norm(omega).square()
 
     def _load(self, state: dict[str, Any] | None) -> None:
@@ -313,13 +319,13 @@ class NystromSketch(Sketch):
         """The images under `H + shift I`, whose trace is larger by `shift n`."""
         shifted = self.images.clone()
         for i in range(self.count):
-            shifted[i] += shift * probes_like(self.H, [i], self.seed, "gaussian")[0]
+            shifted[i] += shift * probes_like(self.H, [i], self.seed, self.kind)[0]
         return shifted
 
     def _probe_gram(self) -> Tensor:
         rows = []
         for start in range(0, self.count, 4):
-            omega = probes_like(self.H, range(start, min(start + 4, self.count)), self.seed, "gaussian")
+            omega = probes_like(self.H, range(start, min(start + 4, self.count)), self.seed, self.kind)
             rows.append(self._against_probes([omega])[0].T)
         return torch.cat(rows)
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from curvlens.exact.attention import SelfAttention
-from curvlens.exact.attention_jet import AttentionLayer
+from curvlens.exact.attention_jet import AttentionJet
 from curvlens.exact.attention_map import Softmax
 from curvlens.exact.result import Tokens
 
@@ -43,12 +43,15 @@ class Roles:
 
     @classmethod
     def of(cls, layer: SelfAttention, x: Tensor, g: Tensor) -> Roles:
-        if not isinstance(layer.activation, Softmax) or set(layer.groups.values()) != {layer.heads}:
+        usual = not layer.stacked and "query_key" not in layer.weights
+        if not (
+            usual and isinstance(layer.activation, Softmax) and set(layer.groups.values()) == {layer.heads}
+        ):
             raise ValueError(
-                "expected softmax attention with as many key and value heads as query heads for these matrices; "
-                "take AttentionLayer(layer).input_hessian(x, g), by products, for any other"
+                "expected softmax attention with W_Q and W_K, heads side by side, and as many key and value heads as "
+                "query heads for these matrices; for others take AttentionLayer(layer).input_hessian(x, g)"
             )
-        jet = AttentionLayer(layer).at(Tokens(x, (len(x),)))
+        jet = AttentionJet(layer, Tokens(x, (len(x),)))
         q, k, v, A, o = (part[0] for part in (jet.q, jet.k, jet.v, jet.A, jet.o))  # [h, L, …]
         y = jet.by.split(g @ jet.out.W.mT if jet.out else g)[0]
         W = torch.cat(

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from curvlens.exact.attention import SelfAttention
+from curvlens.exact.attention_forms import FormJet, parts, side_by_side
 from curvlens.exact.attention_map import GeneralMoments, RowMoments
 from curvlens.exact.jet import Back, Bend, Jet, Layer, Tangent
 from curvlens.exact.linear import Affine
@@ -34,17 +35,13 @@ class AttentionLayer(Layer):
     """A `SelfAttention` as a layer of chains, over its own blocks "query", "key", "value", "out" and biases."""
 
     def __init__(self, attention: SelfAttention):
-        if attention.stacked or "query_key" in attention.weights:
-            raise ValueError(
-                "expected an attention with W_Q and W_K as matrices, heads side by side, got "
-                f"{'stacks of heads' if attention.stacked else 'W_QK'}; give W_Q [d, H k] and so on with heads=H"
-            )
-        self.attention = attention
-        self.weights = dict(attention.weights)
-        self.weights.update({f"{kind}.bias": bias for kind, bias in attention.biases.items()})
+        self.attention, self.weights = attention, parts(attention)
+        usual = not attention.stacked and "query_key" not in attention.weights
+        self.same = attention if usual else side_by_side(attention)
 
-    def at(self, tokens: Tokens) -> AttentionJet:
-        return AttentionJet(self, tokens)
+    def at(self, tokens: Tokens) -> AttentionJet | FormJet:
+        jet = AttentionJet(self.same, tokens)
+        return jet if self.same is self.attention else FormJet(self.attention, self.same, jet)
 
 
 class Sequences:
@@ -114,23 +111,23 @@ class Rows:
 class AttentionJet(Jet):
     """First and second derivatives of an attention sublayer, in some 25 matrix products a tangent."""
 
-    def __init__(self, layer: AttentionLayer, tokens: Tokens):
-        attention = layer.attention
+    def __init__(self, attention: SelfAttention, tokens: Tokens):
         attention._check_tokens(tokens)
+        weights = parts(attention)
         self.by, self.s = Sequences(attention, tokens), attention.scale
         self.groups = attention.groups
-        self.inner = {name: Affine(layer.weights, name, tokens.stacked) for name in ("query", "key", "value")}
+        self.inner = {name: Affine(weights, name, tokens.stacked) for name in ("query", "key", "value")}
         self.q, self.k, self.v = (self.split(name, affine.output) for name, affine in self.inner.items())
         S = self.s * self.q @ self.k.mT
         self.A = attention.activation.attend(S, self.by.mask)
         self.rows = Rows(self.A, attention.activation.moments(S, self.A, self.by.mask))
         self.o = self.A @ self.v
         joined = self.by.join(self.o)
-        self.out = Affine(layer.weights, "out", joined) if "out" in layer.weights else None
-        self.out_bias = "out.bias" in layer.weights and self.out is None
+        self.out = Affine(weights, "out", joined) if "out" in weights else None
+        self.out_bias = "out.bias" in weights and self.out is None
         self.output = self.out.output if self.out else joined
         if self.out_bias:
-            self.output = self.output + layer.weights["out.bias"]
+            self.output = self.output + weights["out.bias"]
 
     def split(self, name: str, x: Tensor) -> Tensor:
         return self.by.split(x, self.groups[name])
