@@ -1,4 +1,4 @@
-"""The exact Hessian of one attention layer: closed form against automatic differentiation, float64, two threads unless told otherwise.
+"""The exact Hessian of one attention layer: closed form against automatic differentiation, float64.
 
     python benchmarks/closed_form_attention.py [--markdown benchmarks/closed_form_attention.md]
 
@@ -162,7 +162,8 @@ def report(tables: dict[str, list[dict[str, float]]]) -> str:
     lines = [
         "# The exact Hessian of one attention layer",
         "",
-        f"float64, two cores (threads used: {torch.get_num_threads()}), torch {torch.__version__}, milliseconds, smallest of repeats in one run of "
+        f"float64, two cores (threads used: {torch.get_num_threads()}), torch {torch.__version__}, milliseconds, "
+        "smallest of repeats in one run of "
         "`python benchmarks/closed_form_attention.py`. Columns: (L, d), with d_K = d_V = d, so 3 d² parameters.",
     ]
     titles = {
