@@ -2,9 +2,24 @@
 
 from typing import Any
 
-from curvlens import losses
+from curvlens import exact, losses
 from curvlens.blocks import Blocks
 from curvlens.curvature import fisher, functional, gauss_newton, hessian
+from curvlens.estimate import (
+    block_norms,
+    block_traces,
+    condition,
+    density,
+    diagonal,
+    effective_dimension,
+    effective_rank,
+    eigsh,
+    frobenius,
+    heterogeneity,
+    negative_fraction,
+    sharpness,
+    trace,
+)
 from curvlens.landscape import Landscape
 from curvlens.operator import Operator
 
@@ -13,11 +28,25 @@ __all__ = [
     "Blocks",
     "Landscape",
     "Operator",
+    "block_norms",
+    "block_traces",
+    "condition",
+    "density",
+    "diagonal",
+    "effective_dimension",
+    "effective_rank",
+    "eigsh",
+    "exact",
     "fisher",
+    "frobenius",
     "functional",
     "gauss_newton",
     "hessian",
+    "heterogeneity",
     "losses",
+    "negative_fraction",
+    "sharpness",
+    "trace",
 ]
 
 
