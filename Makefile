@@ -10,12 +10,12 @@ help:           ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 # torch first and by its exact version: an open range pulls gigabytes of CUDA packages.
-# curvlinops comes without its dependencies, since they bring torchvision, which nothing here uses.
+# curvlinops comes without its dependencies, since they bring torchvision, which nothing here uses; it does import four.
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt "$$(grep -o '^torch==[0-9.]*' constraints.txt)"
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[hf,report,dev]'
-	$(BIN)/python -m pip install -q -c constraints.txt --no-deps curvlinops-for-pytorch
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps curvlinops-for-pytorch einops einconv linear_operator tqdm
 	@touch $@
 
 demo: .venv/ready       ## train the one-block GPT-2 on digit addition and print the norms of its blocks

@@ -7,13 +7,9 @@ does is measured. Vectors come in the layout that a contender takes without a co
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-
-# the triangular systems of linear_operator, which curvlinops imports, use jaxtyping; its checks are not timed here
-os.environ.setdefault("JAXTYPING_DISABLE", "1")
 
 import torch
 import transformers

@@ -10,6 +10,21 @@ if TYPE_CHECKING:
     from curvlens import exact, losses
     from curvlens.blocks import Blocks
     from curvlens.curvature import fisher, functional, gauss_newton, hessian
+    from curvlens.estimate import (
+        block_norms,
+        block_traces,
+        condition,
+        density,
+        diagonal,
+        effective_dimension,
+        effective_rank,
+        eigsh,
+        frobenius,
+        heterogeneity,
+        negative_fraction,
+        sharpness,
+        trace,
+    )
     from curvlens.exact.verification import verify
     from curvlens.interop import as_curvlinops, from_curvlinops  # noqa: F401
     from curvlens.landscape import Landscape
@@ -20,36 +35,65 @@ __all__ = [
     "Blocks",
     "Landscape",
     "Operator",
+    "block_norms",
+    "block_traces",
+    "condition",
+    "density",
+    "diagonal",
+    "effective_dimension",
+    "effective_rank",
+    "eigsh",
     "exact",
     "fisher",
+    "frobenius",
     "functional",
     "gauss_newton",
     "hessian",
+    "heterogeneity",
     "losses",
+    "negative_fraction",
+    "sharpness",
+    "trace",
     "verify",
 ]
 
-# where each name lives; a name of __all__ left out is a module of its own
+# the module of each name; the rest of __all__ are modules themselves
 _HOMES = {
-    "as_curvlinops": "interop",  # not in __all__, since curvlinops is optional
-    "from_curvlinops": "interop",
     "Blocks": "blocks",
     "Landscape": "landscape",
     "Operator": "operator",
-    "fisher": "curvature",
-    "functional": "curvature",
-    "gauss_newton": "curvature",
-    "hessian": "curvature",
+    "as_curvlinops": "interop",  # not in __all__: curvlinops is optional
+    "from_curvlinops": "interop",
     "verify": "exact.verification",
+    **dict.fromkeys(("fisher", "functional", "gauss_newton", "hessian"), "curvature"),
+    **dict.fromkeys(
+        (
+            "block_norms",
+            "block_traces",
+            "condition",
+            "density",
+            "diagonal",
+            "effective_dimension",
+            "effective_rank",
+            "eigsh",
+            "frobenius",
+            "heterogeneity",
+            "negative_fraction",
+            "sharpness",
+            "trace",
+        ),
+        "estimate",
+    ),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        if name in __all__:
-            return import_module(f"curvlens.{name}")
-        raise AttributeError(f"module 'curvlens' has no attribute {name!r}")
-    value = getattr(import_module(f"curvlens.{_HOMES[name]}"), name)
+    if name in _HOMES:
+        value = getattr(import_module(f"curvlens.{_HOMES[name]}"), name)
+    elif name in __all__:
+        value = import_module(f"curvlens.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
     return value
 

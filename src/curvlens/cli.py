@@ -10,14 +10,11 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from curvlens import __version__
-
-if TYPE_CHECKING:
-    from curvlens.exact.verification import Claim
+import curvlens as package
 
 DONE, FAILED, WRONG_INPUT, INCOMPLETE = 0, 1, 2, 3
 INTERRUPTED = 130  # what typer makes of Ctrl-C
@@ -39,7 +36,7 @@ Quiet = Annotated[
 
 def _version(asked: bool) -> None:
     if asked:
-        typer.echo(f"curvlens {__version__}")
+        typer.echo(f"curvlens {package.__version__}")
         raise typer.Exit(DONE)
 
 
@@ -67,17 +64,10 @@ def verify(
     """
     from curvlens.exact.verification import verify
 
-    bar = Progress(quiet)
-
-    def progress(done: int, count: int, claim: Claim) -> None:
-        bar.show(done, count, claim.name)
-
     try:
-        result = verify(seed, claims, progress)
+        result = verify(seed, claims, progress=not quiet)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--claims") from error
-    finally:
-        bar.clear()
     if json:
         typer.echo(result.to_json())
     elif not quiet or not result.passed:
@@ -86,23 +76,6 @@ def verify(
         _complain(f"interrupted after {len(result.claims)} of {result.asked} claims")
         raise typer.Exit(INCOMPLETE)
     raise typer.Exit(DONE if result.passed else FAILED)
-
-
-class Progress:
-    """One line on stderr that overwrites itself; nothing where stderr is no terminal."""
-
-    def __init__(self, quiet: bool = False):
-        self.on = sys.stderr.isatty() and not quiet
-
-    def show(self, done: int, count: int, what: str) -> None:
-        if self.on:
-            sys.stderr.write(f"\r\x1b[K{done + 1}/{count} {what}")
-            sys.stderr.flush()
-
-    def clear(self) -> None:
-        if self.on:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

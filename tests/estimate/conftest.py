@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from spectra import SPECTRA, Killed, Mortal, from_spectrum
 
 from curvlens.estimate import run as running
+from spectra import SPECTRA, Killed, Mortal, from_spectrum
 
 
 @pytest.fixture(params=list(SPECTRA))

@@ -76,3 +76,13 @@ def test_no_law_is_claimed_for_other_layers():
 def test_messages():
     with pytest.raises(ValueError, match="two or more positive scales in ascending order"):
         laws(LAYERS["softmax"], scales=[1.0, 0.1])
+
+
+def test_any_layer_with_a_closed_form():
+    layer = exact.FeedForward(randn(4, 3), randn(3, 2, seed=1), activation="relu")
+    X, Y = randn(6, 4), randn(6, 2, seed=2)
+    found = {(law.part, law.row): law for law in exact.growth(layer, X, Y) if law.row == law.column}
+    # a ReLU layer is homogeneous in its tokens: both outer diagonal blocks grow as σ²
+    for row in ("up", "down"):
+        assert found["outer", row].predicted is None
+        assert abs(found["outer", row].fitted - 2) < 1e-10

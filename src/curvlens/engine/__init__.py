@@ -54,7 +54,7 @@ def product(
         stack = stack.clone() if stack.is_inference() else stack
         directions = columns.to_parameters(stack)
         for index, piece in enumerate(land.pieces()):
-            chunk = chunk_size(land, piece, len(stack))
+            chunk = chunk_size(land, piece, len(stack), kept=engine == "double-backward")
             images = ENGINES[engine](land, quantity, piece, list(rows.parameters), directions, chunk)
             for start, image in images:
                 if result is None:  # not before the first pass has freed what it needed

@@ -12,21 +12,27 @@ from curvlens.landscape import Landscape
 from curvlens.operator import free_memory
 
 # On a CPU more vectors at once save only Python's overhead: beyond this much memory a pass they cost more than
-# one after the other, since they leave the caches.
+# one after the other, since they leave the caches (measured in benchmarks/LOG.md).
 CPU_BYTES = 64 * 2**20
+FEW = 4  # where fewer vectors than these stay within, one after the other is quicker on a graph that is kept
 
 _saved: weakref.WeakKeyDictionary[Landscape, dict[tuple[torch.Size, ...], int]] = weakref.WeakKeyDictionary()
 
 
-def chunk_size(land: Landscape, piece: Batch, vectors: int) -> int:
-    """The number of vectors a pass: between 1 and `vectors`, by the memory of one vector's intermediates."""
+def chunk_size(land: Landscape, piece: Batch, vectors: int, kept: bool = False) -> int:
+    """The number of vectors a pass: between 1 and `vectors`, by the memory of one vector's intermediates.
+
+    `kept` says that the primal work is done once for all passes, not once a pass.
+    """
     if vectors == 1:
         return 1
     # a tangent's intermediates are about three times what a forward pass saves: its own, the gradient's, the mixed
-    each = 3 * saved_bytes(land, piece) + land.blocks.size * land.dtype.itemsize
-    free = free_memory(land.device) // 4
-    budget = min(free, CPU_BYTES) if land.device.type == "cpu" else free
-    return max(1, min(vectors, budget // max(each, 1)))
+    each = max(1, 3 * saved_bytes(land, piece) + land.blocks.size * land.dtype.itemsize)
+    count = free_memory(land.device) // 4 // each
+    if land.device.type == "cpu":
+        cached = CPU_BYTES // each
+        count = min(count, 1 if kept and cached < FEW else cached)
+    return max(1, min(vectors, count))
 
 
 def saved_bytes(land: Landscape, piece: Batch) -> int:

@@ -29,6 +29,7 @@ from curvlens.exact.attention_head import Groups, Head
 from curvlens.exact.attention_product import AttentionOperator
 from curvlens.exact.result import LossAt, Result, TokenLoss, Tokens
 from curvlens.structured import BlockOperator, KroneckerSum
+from curvlens.structured.grid import Cell
 from curvlens.structured.kronecker import Term
 from curvlens.structured.stacks import CHUNK, Full, LowRank, Stack
 
@@ -70,11 +71,11 @@ class AttentionResult(Result):
 
         return self._over_scores(cell)
 
-    def _over_scores(self, cell: object) -> BlockOperator:
+    def _over_scores(self, cell: Cell) -> BlockOperator:
         blocks = self.outer.codomain
         kinds = ("query", "key", "query_key", "query.bias", "key.bias")
         chosen = Blocks(block for block in blocks if block.name in kinds)
-        return BlockOperator(cell, chosen, symmetric=True, dtype=self.outer.dtype, device=self.outer.device)  # type: ignore[arg-type]
+        return BlockOperator(cell, chosen, symmetric=True, dtype=self.outer.dtype, device=self.outer.device)
 
 
 def attention_hessian(layer: SelfAttention, tokens: Tokens, loss: LossAt) -> AttentionResult:
@@ -104,6 +105,7 @@ class AttentionCurvature:
         self.names = layer.cells()
         self.blocks: dict[str, Block] = {block.name: block for block in layer.blocks.heads()}
         self._stacks: dict[tuple[object, ...], Stack] = {}
+        self._products: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
 
     # -- outer-product part
 
@@ -151,7 +153,7 @@ class AttentionCurvature:
         """`matrix_a (out_a B outᵀ_b) matrixᵀ_b` of every token."""
         plain = a.out is None and b.out is None and self.loss.hessian.dim() == 1
         if plain and a.matrix is None and b.matrix is not None:
-            return Full((self.loss.hessian[:, None, None] * b.matrix).mT)
+            return Full(self._weighted(b.matrix).mT)
         left = self._left(a, b)
         if b.matrix is None:
             return Full(left)
@@ -168,7 +170,7 @@ class AttentionCurvature:
             return middle if a.matrix is None else a.matrix @ middle
         if a.matrix is None:
             return B[:, None, None] * self._between(a, b)
-        left = B[:, None, None] * a.matrix
+        left = self._weighted(a.matrix)
         return left if a.out is None and b.out is None else left @ self._between(a, b)
 
     def _between(self, a: Jacobian, b: Jacobian) -> Tensor:
@@ -285,6 +287,14 @@ class AttentionCurvature:
         if not self.layer.augmented:
             return slice(None)
         return slice(self.layer.d, None) if is_bias else slice(0, self.layer.d)
+
+    def _weighted(self, matrix: Tensor) -> Tensor:
+        """`B_i matrix_i` for multiples of the identity, made once for all cells."""
+        key = (matrix.data_ptr(), matrix.shape, matrix.stride())
+        if key not in self._products:
+            # the matrix is kept too, so that no other can take its address
+            self._products[key] = matrix, self.loss.hessian[:, None, None] * matrix
+        return self._products[key][1]
 
     def _pair(self, left: Tensor, right: Tensor) -> Stack:
         """The stack of products `left_i right_iᵀ`; the same object for the same vectors, so that sums are joined."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from curvlens.exact.attention import SelfAttention
 from curvlens.exact.attention_map import Softmax, linear
 from curvlens.exact.result import Layer, Sequences, hessian
+from curvlens.structured.grid import frobenius
 
 Pair = tuple[str, str]
 
@@ -86,10 +87,10 @@ def growth(
     for scale in sigma.tolist():
         R = hessian(layer, _scaled(X, scale), Y, **loss)
         for part, H in (("outer", R.outer), ("functional", R.functional), ("total", R.total)):
-            table = H.block_norms()  # type: ignore[attr-defined]
-            for i, row in enumerate(H.codomain.names):
-                for j, column in enumerate(H.domain.names[i:], start=i):
-                    norms.setdefault((part, row, column), []).append(table[i, j])
+            names = H.codomain.names
+            for i, row in enumerate(names):
+                for column in names[i:]:
+                    norms.setdefault((part, row, column), []).append(frobenius(H.block(row, column)))
     predicted = predicted_exponents(layer)
     return [
         _law(key, sigma, torch.stack(values).to(torch.float64), predicted)

@@ -203,16 +203,20 @@ class BlockOperator(Operator):
         """`‖H‖_F` from the norms of the cells."""
         total = torch.zeros((), dtype=self.dtype, device=self.device)
         for _, _, cell, mirrored in self._own():
-            total += (2 if mirrored else 1) * _frobenius(cell).square()
+            total += (2 if mirrored else 1) * frobenius(cell).square()
         return total.sqrt()
 
     def block_norms(self) -> Tensor:
         """`‖H_ab‖_F` of every pair of blocks, `[rows, columns]` in the order of the blocks."""
-        norms = [
-            [_frobenius(self._block(Blocks([row]), Blocks([column]))) for column in self.domain]
-            for row in self.codomain
-        ]
-        return torch.stack([torch.stack(row) for row in norms])
+        rows, columns = list(self.codomain), list(self.domain)
+        norms = torch.zeros(len(rows), len(columns), dtype=self.dtype, device=self.device)
+        for i, row in enumerate(rows):
+            for j, column in enumerate(columns):
+                if self.symmetric and j < i:
+                    norms[i, j] = norms[j, i]
+                else:
+                    norms[i, j] = frobenius(self._block(Blocks([row]), Blocks([column])))
+        return norms
 
     def spectral_bound(self) -> Tensor:
         """An upper bound of the spectral norm: that of the matrix of the cells' bounds."""
@@ -295,7 +299,8 @@ def _write(cell: Operator | None, target: Tensor, mirror: Tensor | None) -> None
         mirror.copy_(target.permute(2, 3, 0, 1))
 
 
-def _frobenius(cell: Operator) -> Tensor:
+def frobenius(cell: Operator) -> Tensor:
+    """`‖A‖_F` as the operator knows it, or of its dense matrix."""
     if hasattr(cell, "frobenius"):
         return cell.frobenius()
     return cell.dense().norm()
@@ -304,4 +309,4 @@ def _frobenius(cell: Operator) -> Tensor:
 def _spectral_bound(cell: Operator) -> Tensor:
     if hasattr(cell, "spectral_bound"):
         return cell.spectral_bound()
-    return _frobenius(cell)
+    return frobenius(cell)

@@ -7,7 +7,6 @@ import fnmatch
 import json
 import time
 import zlib
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from curvlens.exact.verification import autodiff
 from curvlens.exact.verification.claims import CLAIMS, TOLERANCE, Claim, Outcome
 from curvlens.exact.verification.problems import Draw
+from curvlens.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -125,14 +125,12 @@ class Verification:
         return table(self)
 
 
-def verify(
-    seed: int = 0, claims: str = "*", progress: Callable[[int, int, Claim], None] | None = None
-) -> Verification:
+def verify(seed: int = 0, claims: str = "*", *, progress: bool = True) -> Verification:
     """Checks the numbered statements of both papers: closed form against autodiff, in float64.
 
     `claims` is a shell pattern of names, "A Theorem 3.*", "B *" or "Lemma*"; `seed` draws the random problems, the
-    same for a claim whichever others run. `progress` is called before each with its position, their number and itself.
-    An interrupt (Ctrl-C) ends it early, with what is done until then.
+    same for a claim whichever others run. `progress` shows a bar on a terminal. An interrupt (Ctrl-C) ends it early,
+    with what is done until then.
 
     >>> import curvlens as cl
     >>> cl.verify(claims="A Lemma B.2").passed
@@ -146,11 +144,11 @@ def verify(
         )
     autodiff.first(autodiff.softmax, torch.zeros(2, 2))  # torch loads much at its first derivative: not timed
     start, done = time.perf_counter(), []
-    with contextlib.suppress(KeyboardInterrupt):
-        for i, claim in enumerate(chosen):
-            if progress is not None:
-                progress(i, len(chosen), claim)
+    with contextlib.suppress(KeyboardInterrupt), Progress("claims", len(chosen)) as bar:
+        for claim in chosen:
             done.append(check(claim, seed))
+            if progress:
+                bar.update(len(done))
     return Verification(tuple(done), len(chosen), seed, time.perf_counter() - start)
 
 

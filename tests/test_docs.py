@@ -1,0 +1,21 @@
+"""Every Python snippet of the manual runs as it stands."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_snippets_run(page, capsys):
+    names = {}
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
+        exec(compile(code, str(page), "exec"), names)
+
+
+def test_the_manual_lists_every_page():
+    listed = re.findall(r": ([a-z-]+\.md)", (DOCS.parent / "mkdocs.yml").read_text())
+    assert sorted(listed) == [page.name for page in PAGES]
