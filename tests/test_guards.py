@@ -229,10 +229,86 @@ def test_infinite_second_derivatives_are_told():
         cl.hessian(land) @ torch.ones(2, dtype=torch.float64)
 
 
+class Square(torch.autograd.Function):
+    """Right at second order: its backward is made of differentiable operations on what was saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * ctx.saved_tensors[0] * g
+
+
+class Once(Square):
+    """Its author gave a first derivative alone, as fused kernels do: read as a constant by autograd."""
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        return 2 * ctx.saved_tensors[0] * g
+
+
+class Detached(Square):
+    """Wrong at second order without a word."""
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * ctx.saved_tensors[0].detach() * g
+
+
+def squared(function):
+    class Model(nn.Linear):
+        def forward(self, x):
+            return function(super().forward(x))
+
+    torch.manual_seed(2)
+    data = torch.ones(3, 2).double(), torch.ones(3, 1).double()
+    return cl.Landscape(Model(2, 1).double(), data), torch.ones(3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("function", [Once, Detached])
+def test_an_autograd_function_without_second_derivative(function):
+    land, v = squared(function.apply)
+    with pytest.raises(RuntimeError, match=rf"differentiated twice.*{function.__name__}.*by plain PyTorch"):
+        cl.hessian(land) @ v
+
+
+def test_an_autograd_function_with_second_derivative():
+    land, v = squared(Square.apply)
+    plain, _ = squared(torch.square)
+    torch.testing.assert_close(cl.hessian(land) @ v, cl.hessian(plain) @ v)
+    with pytest.raises(RuntimeError, match=r'use engine="double-backward"'):
+        cl.hessian(land, engine="forward-over-reverse") @ v
+
+
+def test_no_vectors_give_none(net):
+    model, batch = net
+    land = cl.Landscape(model, batch)
+    nothing = torch.zeros(land.blocks.size, 0, dtype=torch.float64)
+    assert (cl.hessian(land) @ nothing).shape == nothing.shape
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+def test_a_fully_masked_sequence_adds_nothing(name):
+    model, batch = MODELS[name]()
+    more = {key: torch.cat([tensor, tensor[:1]]) for key, tensor in batch.items()}
+    more["attention_mask"][-1] = 0
+    more["labels"][-1] = -100
+    v = torch.randn(cl.Landscape(model, batch).blocks.size, dtype=torch.float64)
+    expected = cl.hessian(cl.Landscape(model, batch)) @ v
+    assert (cl.hessian(cl.Landscape(model, more)) @ v - expected).norm() < 1e-12 * expected.norm()
+
+
 def test_ids_and_labels_out_of_range():
     model, batch = MODELS["gpt2"]()
     with pytest.raises(ValueError, match=r"token ids from 0 to 10, got 3 to 99; does the tokenizer belong"):
         cl.Landscape(model, torch.tensor([[3, 99, 4]]))
+    own, _ = MODELS["own_gpt"]()
+    with pytest.raises(ValueError, match="token ids from 0 to 10"):
+        cl.Landscape(own, torch.tensor([[3, 99, 4]]))
     bad = {**batch, "labels": batch["labels"].clone()}
     bad["labels"][0, 2] = 50
     with pytest.raises(ValueError, match=r"labels from 0 to 10 or -100, got .* to 50"):

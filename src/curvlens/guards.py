@@ -129,3 +129,21 @@ def twice_differentiable(device: torch.device) -> Iterator[None]:
             yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Say what to do when an operation of the model has no second derivative."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        text = str(error)
+        if "forward AD" in text or "forward-mode" in text or "setup_context" in text:
+            advice = 'use engine="double-backward"'
+        elif ("is not implemented" in text and "derivative" in text) or "once_differentiable" in text:
+            advice = "replace the operation, such as a fused kernel, by plain PyTorch for this analysis"
+        else:
+            raise
+        raise RuntimeError(
+            f"expected a model that can be differentiated twice, got: {text}; {advice}"
+        ) from error

@@ -98,7 +98,7 @@ class Landscape:
 
     def _survey(self) -> list[float]:
         """Read all data once: count what is scored, check ids, remember fingerprints."""
-        vocabulary = _vocabulary(self.model)
+        vocabulary = _vocabulary(self.model, self.blocks)
         fingerprints, scored = [], []
         for batch in self.batches:
             read = self._reader.read(batch)
@@ -221,7 +221,8 @@ class Landscape:
     def __repr__(self) -> str:
         return (
             f"Landscape({type(self.model).__name__}, {self.loss.name} over {self.weight:,} scored tokens, "
-            f"{self.blocks.size:,} parameters in {len(self.blocks)} blocks, {self.dtype} on {self.device})"
+            f"{self.blocks.size:,} parameters in {len(self.blocks)} blocks, {self.dtype} on {self.device}"
+            f"{''.join(f'; {note}' for note in self.notes)})"
         )
 
 
@@ -268,16 +269,16 @@ def _require_weight(weight: float) -> float:
     return weight
 
 
-def _vocabulary(model: nn.Module) -> int | None:
-    """The number of rows of the token embedding, where the model tells."""
+def _vocabulary(model: nn.Module, blocks: Blocks) -> int | None:
+    """The number of rows of the token embedding, where the model or its family tells."""
     find: Any = getattr(model, "get_input_embeddings", None)
-    if find is None:
-        return None
     try:
-        embedding = find()
+        embedding = find() if find is not None else None
     except NotImplementedError:
-        return None
-    return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
+        embedding = None
+    if isinstance(embedding, nn.Embedding):
+        return embedding.num_embeddings
+    return blocks["embed.token"].shape[0] if "embed.token" in blocks else None
 
 
 def _token_ids(batch: Batch) -> list[Tensor]:

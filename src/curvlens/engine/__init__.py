@@ -19,6 +19,7 @@ from curvlens.blocks import Blocks
 from curvlens.engine import double_backward, forward_over_reverse
 from curvlens.engine.chunks import chunk_size
 from curvlens.engine.quantity import Quantity
+from curvlens.engine.trust import require_second_derivatives
 from curvlens.landscape import Landscape, Parameters
 
 # From a landscape, a quantity, a piece of the data, the rows' parameters, directions `{parameter: [K, *shape]}` and a
@@ -47,13 +48,16 @@ def product(
     engine: str, land: Landscape, quantity: Quantity, rows: Blocks, columns: Blocks, stack: Tensor
 ) -> Tensor:
     """`[K, columns] -> [K, rows]`: the given rows of the quantity times vectors over the given columns."""
+    if not len(stack):
+        return stack.new_zeros(0, rows.size)
     land.probe()
     quantity = quantity.started()
     result = None
-    with guards.twice_differentiable(land.device):
+    with guards.twice_differentiable(land.device), guards.explained():
         stack = stack.clone() if stack.is_inference() else stack
         directions = columns.to_parameters(stack)
         for index, piece in enumerate(land.pieces()):
+            require_second_derivatives(land, piece)
             chunk = chunk_size(land, piece, len(stack), kept=engine == "double-backward")
             images = ENGINES[engine](land, quantity, piece, list(rows.parameters), directions, chunk)
             for start, image in images:
