@@ -8,6 +8,7 @@ from curvlens.exact.bounds import Bound, bounds, t_rank_bound
 from curvlens.exact.chain import Chain
 from curvlens.exact.ffn import FeedForward
 from curvlens.exact.growth import GrowthLaw, growth, predicted_exponents
+from curvlens.exact.heads import Heads, heads
 from curvlens.exact.linear import Linear
 from curvlens.exact.mlp import LinearMLP
 from curvlens.exact.moments import Moments, moments
@@ -22,6 +23,7 @@ __all__ = [
     "Elementwise",
     "FeedForward",
     "GrowthLaw",
+    "Heads",
     "LayerNorm",
     "Linear",
     "LinearMLP",
@@ -34,6 +36,7 @@ __all__ = [
     "block_bounds",
     "bounds",
     "growth",
+    "heads",
     "hessian",
     "moments",
     "predicted_exponents",

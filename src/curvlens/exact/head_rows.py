@@ -1,0 +1,166 @@
+"""One attention head in one sequence, its weights and their first derivative, as every formula of `heads` takes them.
+
+For a head with queries `q_i`, keys `k_j`, values `v_j` as they enter the softmax, weights `A = softmax(s q kᵀ)` and
+`γ_i = ∂L/∂o_i` at its output `o = A v`, let `u_ij = γ_i·v_j` and
+
+    D_ij = A_ij (u_ij − Σ_l A_il u_il)      = ∂L/∂S_ij
+    F_i  = diag A_i − A_i A_iᵀ              = ∂A_i/∂S_i
+    E_i  = diag D_i − D_i A_iᵀ − A_i D_iᵀ   = ∂²⟨γ_i, o_i⟩/∂S_i²
+
+(Lemmas B.1 and C.1 of Ormaniec, Dangel, Singh, 2025). `D_i` sums to zero, and `E_i 1 = F_i 1 = 0`: keys and their
+inputs may be taken about any point, so they are taken about their mean, where least is lost to rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+TILE = 128
+
+
+@dataclass(frozen=True, eq=False)
+class Sequence:
+    """What one attention layer has seen of one sequence, all heads: `n` queries that matter to the loss, `l` keys.
+
+    `turn_q` and `turn_k` are what stands between projection and softmax, `q_i = turn_q[i] (W_Qᵀ x_i + b)`; None is
+    the identity.
+    """
+
+    x: Tensor  # [n, d], inputs of the query projection
+    y: Tensor  # [l, m], inputs of the key and value projections
+    q: Tensor  # [heads, n, k]
+    k: Tensor  # [kv_heads, l, k]
+    v: Tensor  # [kv_heads, l, e]
+    gradient: Tensor  # [heads, n, e], ∂L/∂(head output)
+    mask: Tensor  # [1 or heads, n, l], True where attended
+    bias: Tensor | None  # [1 or heads, n, l], added to the scores
+    scale: float
+    turn_q: Tensor | None = None  # [n, k, k]
+    turn_k: Tensor | None = None  # [l, k, k]
+
+    @property
+    def group(self) -> int:
+        """How many query heads share a key and value head."""
+        return len(self.q) // len(self.k)
+
+    @cached_property
+    def centred(self) -> Tensor:
+        """The key inputs about their mean."""
+        return self.y - self.y.mean(0)
+
+    @cached_property
+    def reach(self) -> tuple[int, ...]:
+        """For each `TILE` of rows, behind which key none of them nor of the rows before attends; causal: a stair."""
+        last = torch.arange(1, self.mask.shape[2] + 1, device=self.mask.device)
+        stops = (self.mask.any(0) * last).amax(1).cummax(0).values
+        return tuple(int(part[-1]) for part in stops.split(TILE))
+
+    def pruned(self) -> Sequence | None:
+        """Without the queries that the loss does not depend on, and the keys that none of the others attends to.
+
+        This is exact, and leaves no trace of padding. None if nothing is left.
+        """
+        rows = self.gradient.ne(0).any(-1).any(0).nonzero()[:, 0]
+        keys = self.mask[:, rows].any(1).any(0).nonzero()[:, 0]
+        if not len(rows) or not len(keys):
+            return None
+        if len(rows) == len(self.x) and len(keys) == len(self.y):
+            return self
+        return replace(
+            self,
+            x=self.x[rows],
+            y=self.y[keys],
+            q=self.q[:, rows],
+            k=self.k[:, keys],
+            v=self.v[:, keys],
+            gradient=self.gradient[:, rows],
+            mask=self.mask[:, rows][:, :, keys],
+            bias=None if self.bias is None else self.bias[:, rows][:, :, keys],
+            turn_q=None if self.turn_q is None else self.turn_q[rows],
+            turn_k=None if self.turn_k is None else self.turn_k[keys],
+        )
+
+    def weights(self, head: int) -> Tensor:
+        """`A [n, l]`; a row without keys attends to nothing."""
+        scores = self.scale * (self.q[head] @ self.k[head // self.group].T)
+        if self.bias is not None:
+            scores += self.bias[head % len(self.bias)]
+        mask = self.mask[head % len(self.mask)]
+        return scores.masked_fill_(~mask, float("-inf")).softmax(-1).nan_to_num_(nan=0.0)
+
+
+class Rows:
+    """The rows of one query head: `A`, `D` and their products with keys and key inputs."""
+
+    def __init__(self, sequence: Sequence, head: int):
+        self.sequence, self.head = sequence, head
+        self.s, self.reach = sequence.scale, sequence.reach
+        self.x, self.y = sequence.x, sequence.centred
+        self.q = sequence.q[head]
+        k = sequence.k[head // sequence.group]
+        self.k = k - k.mean(0)
+        self.v = sequence.v[head // sequence.group]
+        self.g = sequence.gradient[head]
+        self.A = sequence.weights(head)
+        u = self.g @ (self.v - self.v.mean(0)).T
+        u -= (self.A * u).sum(1, keepdim=True)
+        self.D = u.mul_(self.A)
+
+    # first moments: of weights (M) and of their derivatives (H), of key inputs and of keys
+
+    @cached_property
+    def M(self) -> Tensor:
+        """`A Y`, `[n, m]`."""
+        return below(self.A, self.y, self.reach)
+
+    @cached_property
+    def H(self) -> Tensor:
+        """`D Y`, `[n, m]`: the rows `M2_i w_i` of Remark D.1."""
+        return below(self.D, self.y, self.reach)
+
+    @cached_property
+    def Mk(self) -> Tensor:
+        """`A K`, `[n, k]`."""
+        return self.A @ self.k
+
+    @cached_property
+    def Hk(self) -> Tensor:
+        """`D K`, `[n, k]`."""
+        return self.D @ self.k
+
+    @cached_property
+    def score_weights(self) -> Tensor:
+        """`t_il = q_i·Σ_j E_i,lj k_j = D_il (q_i·(k_l − Mk_i)) − A_il (q_i·Hk_i)`, `[n, l]`."""
+        about = self.q @ self.k.T
+        about -= (self.q * self.Mk).sum(1, keepdim=True)
+        return about.mul_(self.D).sub_(self.A * (self.q * self.Hk).sum(1, keepdim=True))
+
+    @cached_property
+    def T(self) -> Tensor:
+        """`t Y`, `[n, m]`: the third moment contracted with the query, `q_iᵀ W_Kᵀ M3_i`."""
+        return below(self.score_weights, self.y, self.reach)
+
+
+def below(A: Tensor, B: Tensor, reach: tuple[int, ...]) -> Tensor:
+    """`A B` for a stair `A`, zero behind `reach`; half the work where attention is causal."""
+    if reach[0] == len(B):
+        return A @ B
+    product = A.new_empty(len(A), B.shape[1])
+    for rows, stop in zip(range(0, len(A), TILE), reach, strict=True):
+        torch.mm(A[rows : rows + TILE, :stop], B[:stop], out=product[rows : rows + TILE])
+    return product
+
+
+def before(B: Tensor, A: Tensor, reach: tuple[int, ...]) -> Tensor:
+    """`B A` for a stair `A`, likewise."""
+    if reach[0] == A.shape[1]:
+        return B @ A
+    product = B.new_zeros(len(B), A.shape[1])
+    for rows, stop, done in zip(range(0, len(A), TILE), reach, (0, *reach), strict=False):
+        # the columns that these rows are the first to reach
+        product[:, done:stop] = B[:, rows:] @ A[rows:, done:stop]
+    return product
