@@ -40,7 +40,8 @@ class Seen:
 
     calls: list[dict[str, Any]] = field(default_factory=list)  # of scaled_dot_product_attention
     x: Tensor | None = None  # input of the query projection
-    y: Tensor | None = None  # input of the key and value projections
+    y: Tensor | None = None  # input of the key projection
+    z: Tensor | None = None  # input of the value projection
     projected: dict[str, Tensor] = field(default_factory=dict)  # outputs of the projections, by path
     mixed: Tensor | None = None  # input of the output projection
     runs: int = 0
@@ -131,7 +132,8 @@ def _hook_site(
         seen.x = _argument(module, args, kwargs, 0)
 
     def see_y(module: nn.Module, args: Any, kwargs: Any) -> None:
-        seen.y = _argument(module, args, kwargs, site.memory_argument)
+        seen.y = _argument(module, args, kwargs, site.key_argument)
+        seen.z = _argument(module, args, kwargs, site.value_argument)
 
     def see_mixed(module: nn.Module, args: Any, kwargs: Any) -> None:
         seen.mixed = _argument(module, args, kwargs, 0)
@@ -188,6 +190,8 @@ def _sequences(
             "expected torch's scaled_dot_product_attention or a module for the output projection, found neither; "
             "for nn.MultiheadAttention pass need_weights=False"
         )
+    if seen.z is not seen.y and (seen.z is None or not torch.equal(seen.z, seen.y)):
+        raise Unsupported("expected keys and values that are projections of one input, got two inputs")
     module = land.model.get_submodule(site.module)
     x, y = _batched(seen.x, module), _batched(seen.y, module)
     raw = {
@@ -276,7 +280,8 @@ def _projected(
         return Projected(_by_head(values, heads), source, features)
     names = [name, *([f"{name}.bias"] if f"{name}.bias" in land.blocks else [])]
     chosen = land.blocks.select(*names)
-    parts = list(chosen.split(chosen.from_parameters(parameters)).values())
+    own = {source: parameters[source] for source in chosen.parameters}
+    parts = list(chosen.split(chosen.from_parameters(own)).values())
     weight, bias = (parts[0], parts[1:]) if parts[0].dim() == 2 else (parts[1], parts[:1])
     return Projected(_by_head(x.detach() @ weight + (bias[0] if bias else 0), heads))
 

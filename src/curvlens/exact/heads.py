@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvlens import families
 from curvlens.exact.head_capture import Unsupported, capture
-from curvlens.exact.head_grams import BLOCKS, KEY_BLOCKS, Shared, inner, traces
+from curvlens.exact.head_grams import BLOCKS, KEY_BLOCKS, Gram, Shared, inner, traces
 from curvlens.exact.head_rows import Rows, Sequence
 from curvlens.families import AttentionSite
 from curvlens.landscape import Landscape
@@ -67,15 +67,17 @@ def heads(land: Landscape) -> Heads:
         for p, a in enumerate(sequences):
             for c in sequences[p:]:
                 shared = Shared.of(a, c)
+                crossed = a.x @ a.centred.T if a is c else None
                 for g in range(site.kv_heads):
                     group = range(g * a.group, (g + 1) * a.group)
                     left = [Rows(a, h) for h in group]
                     right = left if a is c else [Rows(c, h) for h in group]
                     for u, rows in enumerate(left):
-                        if a is c:
-                            for b, t in traces(rows).items():
-                                tr[b][i, g if b in KEY_BLOCKS else rows.head] += t
                         for other in right[u if a is c else 0 :]:
-                            for b, t in inner(rows, other, shared).items():
+                            gram = Gram.over_tokens(rows, other, shared.y)
+                            if rows is other:
+                                for b, t in traces(rows, crossed, shared, gram).items():
+                                    tr[b][i, g if b in KEY_BLOCKS else rows.head] += t
+                            for b, t in inner(rows, other, shared, gram).items():
                                 norms[b][i, g if b in KEY_BLOCKS else rows.head] += t * (1 if rows is other else 2)
     return {b: n.clamp(min=0).sqrt() for b, n in norms.items()}, tr, omitted, sites
