@@ -24,6 +24,7 @@ from curvlens.exact.head_rows import TILE, Rows, Sequence, before, below, both_s
 QUERY_BLOCKS = ("QQ", "QK", "VQ")  # one for each query head
 KEY_BLOCKS = ("KK", "VK")  # one for each key and value head, summed over the query heads that share it
 BLOCKS = ("QQ", "KK", "QK", "VQ", "VK")
+CACHED = 2**19
 
 
 @dataclass(frozen=True)
@@ -148,10 +149,11 @@ def _diagonals(
 
 
 def dot(a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
-    """`Σ a b c`, a tile of rows at a time, summed in double precision: terms of both signs cancel."""
+    """`Σ a b c`, so many rows at a time as stay in the cache, summed in double precision: terms of both signs cancel."""
     total = a.new_zeros((), dtype=torch.float64)
-    for rows in range(0, len(a), TILE):
-        tile = slice(rows, rows + TILE)
+    step = max(1, CACHED // max(a[0].numel(), 1))
+    for rows in range(0, len(a), step):
+        tile = slice(rows, rows + step)
         product = a[tile] * b[tile] if c is None else (a[tile] * b[tile]).mul_(c[tile])
         total += product.sum(-1).double().sum()
     return total

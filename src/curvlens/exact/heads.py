@@ -1,10 +1,17 @@
-"""Every attention head of a real model from one gradient: the exact norms and traces of its functional blocks."""
+"""Every attention head of a real model from one gradient: the exact norms and traces of its functional blocks.
+
+The split is at the output of the head's own attention layer `F`: `H_f = Σ_m g_m ∂²F_m/∂W²` with `g = ∂L/∂F` from one
+ordinary backward pass (Theorem 3.2 of Ormaniec, Dangel, Singh, 2025, with the key blocks that it leaves out, for any
+loss and depth). For the parameters of one layer it is the functional part of
+`curvlens.functional(land, at=<path of the layer's output projection>)`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import combinations_with_replacement
 from typing import Any
 
 import torch
@@ -12,72 +19,319 @@ from torch import Tensor
 
 from curvlens import families
 from curvlens.exact.head_capture import Unsupported, capture
-from curvlens.exact.head_grams import BLOCKS, KEY_BLOCKS, Gram, Shared, inner, traces
+from curvlens.exact.head_grams import BLOCKS, KEY_BLOCKS, QUERY_BLOCKS, Gram, Shared, inner, traces
+from curvlens.exact.head_products import squared_norms
 from curvlens.exact.head_rows import Rows, Sequence
+from curvlens.exact.head_turned import query_inner, turned_traces
 from curvlens.families import AttentionSite
 from curvlens.landscape import Landscape
+from curvlens.operator import free_memory
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The functional curvature of every attention head, split at the output of its layer.
+    """The functional curvature of every attention head.
 
-    `norms[block]` and `traces[block]` are `[layers, heads]` for QQ, QK and VQ, one number for each query head `h`:
-    VQ is the block between the values that head `h` reads and its query. KK and VK are `[layers, kv_heads]`: a key
-    head's block sums over all query heads that share it, with the cross terms. The block VV is zero, and so is every
-    block between different query heads. NaN stands where a layer has fewer heads than others, and for the trace of a
-    block that is not square.
+    `norms[block]`, `stderr[block]` and `traces[block]` are `[layers, heads]` for QQ, QK and VQ, one number for each
+    query head: VQ is the block between the values that the head reads and its query. For KK and VK they are
+    `[layers, kv_heads]`: the block of a key head sums over the query heads that share it, cross terms included. VV is
+    zero, and so is every block between different query heads. NaN stands where a layer has fewer heads than
+    another, and for the trace of a block that is not square.
     """
 
     layers: tuple[str, ...]
-    norms: dict[str, Tensor]
-    stderr: dict[str, Tensor]  # of the norms; 0 where exact
+    norms: dict[str, Tensor]  # Frobenius norms
+    stderr: dict[str, Tensor]  # standard errors of the norms; 0 where exact
     traces: dict[str, Tensor]  # exact
-    exact: dict[str, Tensor]  # [layers]: whether the norms are
-    entropy: Tensor  # [layers, heads], of the attention of a query in nats, a mean over those that the loss depends on
-    moments: dict[str, Tensor]  # means of ‖M1‖, tr M2 and |tr M3[w]| of the key inputs, [layers, heads]
+    exact: dict[str, Tensor]  # [layers], whether a norm is exact or an estimate
+    entropy: Tensor  # [layers, heads], of a query's attention, in nats
+    moments: dict[str, Tensor]  # [layers, heads]: "first" ‖M1 − mean‖, "second" tr M2, "third" |tr M3[w]|
     sequences: int
-    samples: int  # random vectors behind each norm that is not exact
-    omitted: dict[str, str]  # layers without a closed form, and why
+    samples: int  # vectors behind each estimate
+    omitted: dict[str, str] = field(default_factory=dict)  # layers that have no closed form here, and why
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and lists, for JSON; None for NaN."""
+        tables = ("norms", "stderr", "traces", "exact", "moments")
+        return {
+            "layers": list(self.layers),
+            **{name: {key: _plain(t) for key, t in getattr(self, name).items()} for name in tables},
+            "entropy": _plain(self.entropy),
+            "sequences": self.sequences,
+            "samples": self.samples,
+            "omitted": dict(self.omitted),
+        }
+
+    def __str__(self) -> str:
+        lines = [
+            f"Functional curvature of attention heads, Frobenius norms, {self.sequences} "
+            f"sequence{'s' if self.sequences != 1 else ''}; ± marks estimates ({self.samples} samples), traces are exact",
+            _line("layer", "head", [*(f"‖{b}‖" for b in QUERY_BLOCKS), "tr QQ", "entropy"]),
+        ]
+        for i, layer in enumerate(self.layers):
+            for h in range(self.entropy.shape[1]):
+                if not self.entropy[i, h].isnan():
+                    cells = [self._cell(block, i, h) for block in QUERY_BLOCKS]
+                    cells += [f"{self.traces['QQ'][i, h]:.3g}", f"{self.entropy[i, h]:.2f}"]
+                    lines.append(_line(layer, str(h), cells))
+        lines.append(_line("layer", "key head", [*(f"‖{b}‖" for b in KEY_BLOCKS), "tr KK"]))
+        for i, layer in enumerate(self.layers):
+            for g in range(self.norms["KK"].shape[1]):
+                if not self.norms["KK"][i, g].isnan():
+                    cells = [self._cell(block, i, g) for block in KEY_BLOCKS]
+                    lines.append(_line(layer, str(g), [*cells, f"{self.traces['KK'][i, g]:.3g}"]))
+        return "\n".join([*lines, *(f"left out: {name}: {why}" for name, why in self.omitted.items())])
+
+    def _cell(self, block: str, layer: int, head: int) -> str:
+        value = f"{self.norms[block][layer, head]:.3g}"
+        return value if self.exact[block][layer] else f"{value} ± {self.stderr[block][layer, head]:.1g}"
 
 
-def heads(land: Landscape) -> Heads:
+def heads(land: Landscape, *, budget: float = 50.0, samples: int = 16, seed: int = 0) -> Heads:
+    """Norms and traces of the functional blocks QQ, KK, QK, VQ, VK of every attention head.
+
+    Traces are exact. Norms are exact where their arithmetic costs at most `budget` gradients of the landscape, all
+    layers together: a norm over many sequences has cross terms between every two of them. Beyond that the square of a
+    norm is an unbiased estimate from `samples` products with random signs, and the norm carries its standard error.
+    With rotary positions, QQ is as cheap; the other norms are exact for short sequences and small heads only.
+
+    Softmax attention with any mask, grouped heads, biases, cross-attention, rotary positions; not with norms of
+    queries and keys, see `Heads.omitted`. Means of entropy and moments are over the queries that the loss depends on.
+    Cost: one gradient, and for one sequence of L tokens about `6 L³` multiplications a head.
+    """
     sites = families.attention_sites(land.model)
     if not sites:
-        raise ValueError("no sites")
+        raise ValueError(
+            f"expected a model with attention of a known family, found none in {type(land.model).__name__}; "
+            "describe it with families.register"
+        )
+    if samples < 2:
+        raise ValueError(f"expected at least 2 samples, for a standard error, got {samples}")
+    seen: dict[str, _Layer] = {}
     omitted: dict[str, str] = {}
-    seen: dict[str, list[Sequence]] = {site.name: [] for site in sites}
+    count = 0
+    for group in _groups(land, sites):
+        found = _capture(land, group, omitted)
+        allowed = budget * len(group) / len(sites) * _gradient_flops(land, found)
+        plans = _plan(found, allowed)
+        for site in group:
+            if site.name in found:
+                count = max(count, len(found[site.name]))
+                seen[site.name] = _measure(site, found[site.name], plans[site.name], samples, seed)
+    chosen = [site for site in sites if site.name in seen]
+    if not chosen:
+        reasons = "; ".join(f"{name}: {why}" for name, why in omitted.items())
+        raise ValueError(f"expected attention with a closed form, got none: {reasons}")
+    return _assemble(chosen, [seen[site.name] for site in chosen], count, samples, omitted)
+
+
+# -- data
+
+
+def _groups(land: Landscape, sites: list[AttentionSite]) -> Iterator[list[AttentionSite]]:
+    """As many layers at a time as what they see of all sequences fits in a quarter of the free memory."""
+    width = max(site.heads * site.head_dim for site in sites)
+    tokens = sum(
+        math.prod(next((t.shape[:2] for t in piece.tensors() if t.dim() > 1), (1, 1)))
+        for piece in land.pieces()
+    )
+    each = 6 * max(tokens, 1) * width * land.dtype.itemsize
+    step = max(1, free_memory(land.device) // 4 // each)
+    for start in range(0, len(sites), step):
+        yield sites[start : start + step]
+
+
+def _capture(
+    land: Landscape, sites: list[AttentionSite], omitted: dict[str, str]
+) -> dict[str, list[Sequence]]:
+    found: dict[str, list[Sequence]] = {site.name: [] for site in sites}
     for piece in land.pieces():
-        for name, found in capture(land, piece, sites).items():
-            if isinstance(found, Unsupported):
-                omitted[name] = str(found)
-            else:
-                seen[name].extend(found)
-    sites = [site for site in sites if site.name not in omitted]
-    H = max(s.heads for s in sites)
-    G = max(s.kv_heads for s in sites)
-    norms = {b: torch.full((len(sites), G if b in KEY_BLOCKS else H), math.nan, dtype=torch.float64) for b in BLOCKS}
-    tr = {b: n.clone() for b, n in norms.items()}
-    for i, site in enumerate(sites):
-        for b in BLOCKS:
-            count = site.kv_heads if b in KEY_BLOCKS else site.heads
-            norms[b][i, :count] = 0
-            tr[b][i, :count] = 0
-        sequences = seen[site.name]
-        for p, a in enumerate(sequences):
-            for c in sequences[p:]:
-                shared = Shared.of(a, c)
-                crossed = a.x @ a.centred.T if a is c else None
-                for g in range(site.kv_heads):
-                    group = range(g * a.group, (g + 1) * a.group)
-                    left = [Rows(a, h) for h in group]
-                    right = left if a is c else [Rows(c, h) for h in group]
-                    for u, rows in enumerate(left):
-                        for other in right[u if a is c else 0 :]:
-                            gram = Gram.over_tokens(rows, other, shared.y)
-                            if rows is other:
-                                for b, t in traces(rows, crossed, shared, gram).items():
-                                    tr[b][i, g if b in KEY_BLOCKS else rows.head] += t
-                            for b, t in inner(rows, other, shared, gram).items():
-                                norms[b][i, g if b in KEY_BLOCKS else rows.head] += t * (1 if rows is other else 2)
-    return {b: n.clamp(min=0).sqrt() for b, n in norms.items()}, tr, omitted, sites
+        for name, sequences in capture(land, piece, sites).items():
+            if isinstance(sequences, Unsupported):
+                omitted[name] = str(sequences)
+            elif name in found:
+                found[name].extend(sequences)
+    return {name: sequences for name, sequences in found.items() if name not in omitted}
+
+
+# -- what is exact
+
+
+def _gradient_flops(land: Landscape, found: dict[str, list[Sequence]]) -> float:
+    tokens = max((sum(len(s.x) for s in sequences) for sequences in found.values()), default=0)
+    return 6.0 * land.blocks.size * tokens
+
+
+def _plan(found: dict[str, list[Sequence]], allowed: float) -> dict[str, set[str]]:
+    """The blocks of each layer whose norms are exact: the cheapest kinds first, as long as they are affordable."""
+    costs = {
+        (name, kind): _cost(sequences, kind)
+        for name, sequences in found.items()
+        for kind in ((("QQ",), ("KK", "QK"), ("VQ", "VK")) if _is_turned(sequences) else (BLOCKS,))
+    }
+    plans: dict[str, set[str]] = {name: set() for name in found}
+    for kind in dict.fromkeys(kind for _, kind in sorted(costs, key=lambda key: costs[key])):
+        cost = sum(c for (_, k), c in costs.items() if k == kind)
+        if cost <= allowed:
+            allowed -= cost
+            for name, k in costs:
+                if k == kind:
+                    plans[name].update(kind)
+    return plans
+
+
+def _cost(sequences: list[Sequence], kind: tuple[str, ...]) -> float:
+    """Floating point operations of the exact norms, all heads of a layer."""
+    if not sequences:
+        return 0.0
+    first = sequences[0]
+    heads, width, rows = len(first.q), first.q.shape[2], sum(len(s.x) for s in sequences)
+    keys = sum(len(s.y) for s in sequences)
+    if not _is_turned(sequences):
+        # products of L × L matrices, for every pair of sequences and of heads of a group
+        return 12.0 * heads * first.group * rows * keys * max(rows, keys) / len(sequences)
+    if kind == ("QQ",):
+        return 4.0 * heads * rows * max(rows, keys) * width**2
+    columns = first.y.shape[1] * (width if "KK" in kind else first.v.shape[2])
+    return 12.0 * heads * columns * width * sum(float(s.mask[0].numel()) for s in sequences)
+
+
+def _is_turned(sequences: list[Sequence]) -> bool:
+    return any(s.turn_q is not None or s.turn_k is not None for s in sequences)
+
+
+# -- one layer
+
+
+@dataclass
+class _Layer:
+    norms: dict[str, Tensor]  # [heads or kv_heads]
+    stderr: dict[str, Tensor]
+    traces: dict[str, Tensor]
+    exact: set[str]
+    about: dict[str, Tensor]  # entropy and moments, [heads]
+
+
+def _measure(
+    site: AttentionSite, sequences: list[Sequence], exact: set[str], samples: int, seed: int
+) -> _Layer:
+    counts = {b: site.kv_heads if b in KEY_BLOCKS else site.heads for b in BLOCKS}
+    zeros = {b: torch.zeros(n, dtype=torch.float64) for b, n in counts.items()}
+    squares, errors, trace = ({b: z.clone() for b, z in zeros.items()} for _ in range(3))
+    about = {name: torch.zeros(site.heads, dtype=torch.float64) for name in ("entropy", "first", "second", "third")}
+    turned = _is_turned(sequences)
+    by_gram = exact & {"QQ"} if turned else exact
+    known: dict[str, set[int]] = {b: set() for b in BLOCKS}  # heads whose trace is defined
+    for a, b in combinations_with_replacement(sequences, 2):
+        if a is not b and not by_gram:
+            continue
+        shared = Shared.of(a, b)
+        for rows, other in _pairs(a, b):
+            group = rows.head // a.group
+            weight = 1 if rows is other else 2
+            gram = None if turned and rows is not other else Gram.over_tokens(rows, other, shared.y)
+            if rows is other:
+                assert gram is not None
+                found = turned_traces(rows) if turned else traces(rows, a.x @ a.centred.T, shared, gram)
+                for block, value in found.items():
+                    index = group if block in KEY_BLOCKS else rows.head
+                    trace[block][index] += value.cpu()
+                    known[block].add(index)
+                _describe(rows, gram, about)
+            if turned and "QQ" in by_gram and rows.head == other.head:
+                squares["QQ"][rows.head] += weight * query_inner(rows, other, shared).cpu()
+            elif by_gram and not turned:
+                assert gram is not None
+                for block, value in inner(rows, other, shared, gram).items():
+                    squares[block][group if block in KEY_BLOCKS else rows.head] += weight * value.cpu()
+    queries = max(sum(len(s.x) for s in sequences), 1)
+    _multiply(sequences, exact - by_gram, None, seed, squares, errors)
+    _multiply(sequences, set(BLOCKS) - exact, samples, seed, squares, errors)
+    for block in BLOCKS:
+        for index in set(range(counts[block])) - known[block] if sequences else ():
+            trace[block][index] = math.nan
+    norms = {block: square.clamp(min=0).sqrt() for block, square in squares.items()}
+    stderr = {block: torch.where(norms[block] > 0, errors[block] / (2 * norms[block]), 0.0) for block in BLOCKS}
+    return _Layer(norms, stderr, trace, exact, {name: total / queries for name, total in about.items()})
+
+
+def _pairs(a: Sequence, b: Sequence) -> Iterator[tuple[Rows, Rows]]:
+    """All pairs of query heads that share a key head; each unordered pair of rows once."""
+    for group in range(len(a.k)):
+        members = range(group * a.group, (group + 1) * a.group)
+        left = [Rows(a, h) for h in members]
+        right = left if a is b else [Rows(b, h) for h in members]
+        for i, rows in enumerate(left):
+            for other in right[i if a is b else 0 :]:
+                yield rows, other
+
+
+def _multiply(
+    sequences: list[Sequence],
+    wanted: set[str],
+    samples: int | None,
+    seed: int,
+    squares: dict[str, Tensor],
+    errors: dict[str, Tensor],
+) -> None:
+    """Squared norms by products: with all unit vectors, or with random signs and then the error of their mean."""
+    if not wanted or not sequences:
+        return
+    group = sequences[0].group
+    for kv_head in range(len(sequences[0].k)):
+        for block, each in squared_norms(sequences, kv_head, wanted, samples, seed + kv_head).items():
+            index = slice(kv_head, kv_head + 1)
+            if block not in KEY_BLOCKS:
+                index = slice(kv_head * group, (kv_head + 1) * group)
+            squares[block][index] = (each.mean(0) if samples else each).cpu()
+            if samples:
+                errors[block][index] = (each.std(0) / math.sqrt(samples)).cpu()
+
+
+def _describe(rows: Rows, gram: Gram, about: dict[str, Tensor]) -> None:
+    """Sums over queries of the entropy of attention and of the sizes of its moments of the key inputs."""
+    norms, MM = gram.keys.diagonal(), gram.MM.diagonal()
+    sums = {
+        "entropy": -torch.xlogy(rows.A, rows.A).sum(),
+        "first": MM.clamp(min=0).sqrt().sum(),
+        "second": (rows.A @ norms - MM).sum(),
+        "third": (rows.D @ norms - 2 * gram.HM.diagonal()).abs().sum(),
+    }
+    for name, value in sums.items():
+        about[name][rows.head] += value.double().cpu()
+
+
+# -- all layers
+
+
+def _assemble(
+    sites: list[AttentionSite], layers: list[_Layer], sequences: int, samples: int, omitted: dict[str, str]
+) -> Heads:
+    def table(rows: list[Tensor]) -> Tensor:
+        width = max(len(row) for row in rows)
+        return torch.stack([torch.nn.functional.pad(row, (0, width - len(row)), value=math.nan) for row in rows])
+
+    about = {name: table([layer.about[name] for layer in layers]) for name in layers[0].about}
+    return Heads(
+        layers=tuple(site.name for site in sites),
+        norms={b: table([layer.norms[b] for layer in layers]) for b in BLOCKS},
+        stderr={b: table([layer.stderr[b] for layer in layers]) for b in BLOCKS},
+        traces={b: table([layer.traces[b] for layer in layers]) for b in BLOCKS},
+        exact={b: torch.tensor([b in layer.exact for layer in layers]) for b in BLOCKS},
+        entropy=about.pop("entropy"),
+        moments=about,
+        sequences=sequences,
+        samples=samples,
+        omitted=omitted,
+    )
+
+
+def _plain(tensor: Tensor) -> Any:
+    if tensor.dim() > 0:
+        return [_plain(part) for part in tensor]
+    value = tensor.item()
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _line(layer: str, head: str, cells: list[str]) -> str:
+    return f"{layer:<22}{head:>9}" + "".join(f"{cell:>17}" for cell in cells)

@@ -1,0 +1,82 @@
+"""Heads whose queries and keys are turned between projection and softmax, by rotary positions: `q_i = R_i W_Qᵀ x_i`.
+
+The query block stays a sum of Kronecker products, `QQ = s² Σ_i x_i x_iᵀ ⊗ (R_iᵀ Kᵀ E_i K R_i)`, with the turned keys
+`K`. A key's share depends on its own turn, so blocks of the key are no Kronecker products of a token any more; their
+traces are sums over one coordinate of the key at a time. `R_i` is a multiple of a rotation, which is checked.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from curvlens.exact.head_grams import Shared, dot
+from curvlens.exact.head_rows import Rows, below
+
+
+def query_curvature(rows: Rows) -> Tensor:
+    """`s² R_iᵀ Kᵀ E_i K R_i`, `[n, k²]`."""
+    outer = (rows.k[:, :, None] * rows.k[:, None, :]).flatten(1)
+    G = below(rows.D, outer, rows.reach).unflatten(1, (rows.k.shape[1], -1))
+    crossed = rows.H[:, :, None] * rows.M[:, None, :]
+    G = G - crossed - crossed.mT
+    R = rows.sequence.turn_q
+    if R is not None:
+        G = R.mT @ G @ R
+    return (rows.s**2 * G).flatten(1)
+
+
+def query_inner(a: Rows, b: Rows, shared: Shared) -> Tensor:
+    """`⟨QQ of a, QQ of b⟩`."""
+    return dot(shared.xx, query_curvature(a) @ query_curvature(b).T)
+
+
+def turned_traces(rows: Rows) -> dict[str, Tensor]:
+    """The traces as `head_grams.traces` gives them. Work: `k` products of L × L matrices."""
+    sequence, s, A, D = rows.sequence, rows.s, rows.A, rows.D
+    x, y, (n, width) = sequence.x, sequence.y, rows.q.shape
+    R, P = _matrices(sequence.turn_q, n, rows.q), _matrices(sequence.turn_k, len(y), rows.q)
+    keys, crossed = y @ y.T, x @ y.T
+    # R Rᵀ = size I
+    size_q, size_k = (turn.square().sum((1, 2)) / width for turn in (R, P))
+    wide = x.shape[1] == y.shape[1] and R.shape == (n, width, width)
+    around = D @ _squares(rows.k) - 2 * (rows.H * rows.M).sum(1)
+    found = {"QQ": s * s * dot(_squares(x) * size_q, around)}
+    own = dot(_squares(rows.q), D @ (keys.diagonal() * size_k))
+    low, turned_M, turned_H = own.new_zeros(()), _back(R, rows.M), _back(R, rows.H)
+    QK = own.new_zeros(())
+    VK = torch.zeros_like(A)  # γ_iᵀ P_lᵀ q_i
+    for c in range(P.shape[2]):
+        w = rows.q @ P[:, :, c].T  # (P_lᵀ q_i)_c
+        low = low + dot(below(D * w, keys, rows.reach), A, w)
+        if wide:
+            e = D * (R[:, :, c] @ rows.k.T - turned_M[:, c, None]) - A * turned_H[:, c, None]
+            QK = QK + dot(crossed, w, e)
+        if rows.g.shape[1] == P.shape[2]:
+            VK.addcmul_(w, rows.g[:, c, None])
+    found["KK"] = s * s * (own - 2 * low)
+    if wide:
+        found["QK"] = s * s * QK + s * dot(crossed, D, R.flatten(1) @ P.flatten(1).T)
+    if rows.g.shape[1] == P.shape[2]:
+        found["VK"] = s * dot(A, VK, keys.diagonal() - below(A, keys, rows.reach))
+    if wide and rows.g.shape[1] == width:
+        g = torch.einsum("nac,nc->na", R, rows.g)
+        about = g @ rows.k.T - (g * rows.M).sum(1, keepdim=True)
+        found["VQ"] = s * dot(crossed, A, about)
+    return found
+
+
+def _matrices(turn: Tensor | None, tokens: int, like: Tensor) -> Tensor:
+    if turn is not None:
+        return turn
+    width = like.shape[-1]
+    return torch.eye(width, dtype=like.dtype, device=like.device).expand(tokens, width, width)
+
+
+def _back(R: Tensor, vectors: Tensor) -> Tensor:
+    """`R_iᵀ v_i`."""
+    return torch.einsum("nac,na->nc", R, vectors)
+
+
+def _squares(rows: Tensor) -> Tensor:
+    return rows.square().sum(1)
