@@ -306,12 +306,12 @@ def _turn(after: Tensor, before: Projected, turns: list[Tensor], site: Attention
             return turn
     if before.source is not None and before.features is not None:
         turn = _read_off(after, before.source, before.features[0])
-        if _turned(turn, before.values, after) and _rotates(turn):
+        if _turned(turn, before.values, after):
             turns.append(turn)
             return turn
     between = ", ".join(site.between) or "unknown"
     raise Unsupported(
-        f"expected a rotation such as rotary positions between projection and softmax, got another: {between}"
+        f"expected a linear map such as rotary positions between projection and softmax, got another: {between}"
     )
 
 
@@ -319,13 +319,6 @@ def _turned(turn: Tensor, before: Tensor, after: Tensor) -> bool:
     if turn.shape[1:] != (before.shape[2], after.shape[3], before.shape[3]) or len(turn) != len(before):
         return False
     return _close(torch.einsum("blac,bhlc->bhla", turn, before.detach()), after)
-
-
-def _rotates(turn: Tensor) -> bool:
-    """Whether every matrix is a multiple of a rotation, as the closed form of traces takes it."""
-    product = turn @ turn.mT
-    size = product.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    return _close(product, size * torch.eye(turn.shape[-1], dtype=turn.dtype, device=turn.device))
 
 
 def _read_off(after: Tensor, source: Tensor, features: Tensor) -> Tensor:

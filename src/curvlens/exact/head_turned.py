@@ -2,7 +2,8 @@
 
 The query block stays a sum of Kronecker products, `QQ = s² Σ_i x_i x_iᵀ ⊗ (R_iᵀ Kᵀ E_i K R_i)`, with the turned keys
 `K`. A key's share depends on its own turn, so blocks of the key are no Kronecker products of a token any more; their
-traces are sums over one coordinate of the key at a time. `R_i` is a multiple of a rotation, which is checked.
+traces are sums over one coordinate of the key at a time. `R_i` may be any matrix: tables of sines and cosines are
+rounded, so even that of rotary positions is no rotation to the last digit.
 """
 
 from __future__ import annotations
@@ -37,30 +38,30 @@ def turned_traces(rows: Rows) -> dict[str, Tensor]:
     x, y, (n, width) = sequence.x, sequence.y, rows.q.shape
     R, P = _matrices(sequence.turn_q, n, rows.q), _matrices(sequence.turn_k, len(y), rows.q)
     keys, crossed = y @ y.T, x @ y.T
-    # R Rᵀ = size I
-    size_q, size_k = (turn.square().sum((1, 2)) / width for turn in (R, P))
-    wide = x.shape[1] == y.shape[1] and R.shape == (n, width, width)
-    around = D @ _squares(rows.k) - 2 * (rows.H * rows.M).sum(1)
-    found = {"QQ": s * s * dot(_squares(x) * size_q, around)}
-    own = dot(_squares(rows.q), D @ (keys.diagonal() * size_k))
-    low, turned_M, turned_H = own.new_zeros(()), _back(R, rows.M), _back(R, rows.H)
-    QK = own.new_zeros(())
+    wide = x.shape[1] == y.shape[1] and R.shape[2] == P.shape[2]
+    M, H = _back(R, rows.M), _back(R, rows.H)
+    xx, yy = _squares(x), keys.diagonal()
+    QQ, KK, QK = (x.new_zeros((), dtype=torch.float64) for _ in range(3))
     VK = torch.zeros_like(A)  # γ_iᵀ P_lᵀ q_i
     for c in range(P.shape[2]):
         w = rows.q @ P[:, :, c].T  # (P_lᵀ q_i)_c
-        low = low + dot(below(D * w, keys, rows.reach), A, w)
-        if wide:
-            e = D * (R[:, :, c] @ rows.k.T - turned_M[:, c, None]) - A * turned_H[:, c, None]
-            QK = QK + dot(crossed, w, e)
+        weighted = D * w
+        KK = KK + dot(weighted, w * yy) - 2 * dot(below(weighted, keys, rows.reach), A, w)
         if rows.g.shape[1] == P.shape[2]:
             VK.addcmul_(w, rows.g[:, c, None])
-    found["KK"] = s * s * (own - 2 * low)
+        if wide:
+            e = D * (R[:, :, c] @ rows.k.T - M[:, c, None]) - A * H[:, c, None]
+            QK = QK + dot(crossed, w, e)
+    for c in range(R.shape[2]):
+        r = R[:, :, c] @ rows.k.T  # (R_iᵀ k_j)_c
+        QQ = QQ + dot(xx, (D * r * r).sum(1) - 2 * H[:, c] * M[:, c])
+    found = {"QQ": s * s * QQ, "KK": s * s * KK}
     if wide:
         found["QK"] = s * s * QK + s * dot(crossed, D, R.flatten(1) @ P.flatten(1).T)
     if rows.g.shape[1] == P.shape[2]:
-        found["VK"] = s * dot(A, VK, keys.diagonal() - below(A, keys, rows.reach))
-    if wide and rows.g.shape[1] == width:
-        g = torch.einsum("nac,nc->na", R, rows.g)
+        found["VK"] = s * dot(A, VK, yy - below(A, keys, rows.reach))
+    if x.shape[1] == y.shape[1] and rows.g.shape[1] == R.shape[2]:
+        g = torch.einsum("nac,nc->na", R, rows.g)  # R_i γ_i
         about = g @ rows.k.T - (g * rows.M).sum(1, keepdim=True)
         found["VQ"] = s * dot(crossed, A, about)
     return found

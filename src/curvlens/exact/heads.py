@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from curvlens import families
+from curvlens.engine.chunks import saved_bytes
 from curvlens.exact.head_capture import Unsupported, capture
 from curvlens.exact.head_grams import BLOCKS, KEY_BLOCKS, QUERY_BLOCKS, Gram, Shared, inner, traces
 from curvlens.exact.head_products import squared_norms
@@ -130,13 +131,12 @@ def heads(land: Landscape, *, budget: float = 50.0, samples: int = 16, seed: int
 
 def _groups(land: Landscape, sites: list[AttentionSite]) -> Iterator[list[AttentionSite]]:
     """As many layers at a time as what they see of all sequences fits in a quarter of the free memory."""
-    width = max(site.heads * site.head_dim for site in sites)
-    tokens = sum(
-        math.prod(next((t.shape[:2] for t in piece.tensors() if t.dim() > 1), (1, 1)))
-        for piece in land.pieces()
-    )
-    each = 6 * max(tokens, 1) * width * land.dtype.itemsize
-    step = max(1, free_memory(land.device) // 4 // each)
+    pieces = sum(1 for _ in land.pieces())
+    if pieces == 1:  # what a forward pass keeps fits anyway
+        yield sites
+        return
+    each = pieces * saved_bytes(land, next(iter(land.pieces()))) // len(sites)
+    step = max(1, free_memory(land.device) // 4 // max(each, 1))
     for start in range(0, len(sites), step):
         yield sites[start : start + step]
 
