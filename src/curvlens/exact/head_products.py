@@ -84,7 +84,9 @@ def _images(sequences: list[Sequence], kv_head: int, source: str, stack: Tensor)
             if k is not None:
                 image = sequence.y.T @ _turned(k, sequence.turn_k)
                 keys = image if keys is None else keys + image
-    found = {{"query": "QQ", "key": "QK", "value": "VQ"}[source]: torch.stack(list(map(_squares, queries)), 1)}
+    found = {
+        {"query": "QQ", "key": "QK", "value": "VQ"}[source]: torch.stack(list(map(_squares, queries)), 1)
+    }
     if keys is not None:
         found["KK" if source == "key" else "VK"] = _squares(keys)[:, None]
     return found

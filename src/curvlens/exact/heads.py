@@ -218,7 +218,9 @@ def _measure(
     counts = {b: site.kv_heads if b in KEY_BLOCKS else site.heads for b in BLOCKS}
     zeros = {b: torch.zeros(n, dtype=torch.float64) for b, n in counts.items()}
     squares, errors, trace = ({b: z.clone() for b, z in zeros.items()} for _ in range(3))
-    about = {name: torch.zeros(site.heads, dtype=torch.float64) for name in ("entropy", "first", "second", "third")}
+    about = {
+        name: torch.zeros(site.heads, dtype=torch.float64) for name in ("entropy", "first", "second", "third")
+    }
     turned = _is_turned(sequences)
     by_gram = exact & {"QQ"} if turned else exact
     known: dict[str, set[int]] = {b: set() for b in BLOCKS}  # heads whose trace is defined
@@ -251,7 +253,9 @@ def _measure(
         for index in set(range(counts[block])) - known[block] if sequences else ():
             trace[block][index] = math.nan
     norms = {block: square.clamp(min=0).sqrt() for block, square in squares.items()}
-    stderr = {block: torch.where(norms[block] > 0, errors[block] / (2 * norms[block]), 0.0) for block in BLOCKS}
+    stderr = {
+        block: torch.where(norms[block] > 0, errors[block] / (2 * norms[block]), 0.0) for block in BLOCKS
+    }
     return _Layer(norms, stderr, trace, exact, {name: total / queries for name, total in about.items()})
 
 
@@ -309,7 +313,9 @@ def _assemble(
 ) -> Heads:
     def table(rows: list[Tensor]) -> Tensor:
         width = max(len(row) for row in rows)
-        return torch.stack([torch.nn.functional.pad(row, (0, width - len(row)), value=math.nan) for row in rows])
+        return torch.stack(
+            [torch.nn.functional.pad(row, (0, width - len(row)), value=math.nan) for row in rows]
+        )
 
     about = {name: table([layer.about[name] for layer in layers]) for name in layers[0].about}
     return Heads(

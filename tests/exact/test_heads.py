@@ -1,0 +1,212 @@
+"""Norms and traces of heads against dense blocks of the autodiff operator, in every family."""
+
+import json
+import math
+
+import pytest
+import torch
+
+import curvlens as cl
+import models
+from curvlens import families
+from curvlens.exact import head_rows, heads
+from curvlens.exact.head_grams import BLOCKS, KEY_BLOCKS
+
+# float64: sums of a few thousand terms of both signs, whose squares agree to about 1e-14
+EXACT = 1e-10
+FAMILIES = [
+    *(
+        "gpt2",
+        "gpt2_classifier",
+        "gpt2_cross",
+        "gpt_neox",
+        "llama",
+        "llama_classifier",
+        "mistral",
+        "qwen2",
+        "bert",
+    ),
+    *("bert_classifier", "roberta", "vit", "t5", "torch_encoder", "torch_transformer", "nanogpt", "own_gpt"),
+    *("own_tied", "digit_addition"),
+]
+
+
+def landscape(name, **more):
+    model, batch = models.MODELS[name]()
+    return cl.Landscape(model, batch, **more)
+
+
+def dense(land, site, block, head):
+    """The block of the functional Hessian at the layer's output; `head` counts query heads, or key heads for KK, VK."""
+    group = site.heads // site.kv_heads
+    key_head = head if block in KEY_BLOCKS else head // group
+    names = {
+        "Q": f"{site.query}.head.{head}",
+        "K": f"{site.key}.head.{key_head}",
+        "V": f"{site.value}.head.{key_head}",
+    }
+    H = cl.functional(land, at=site.output or None)
+    rows, columns = (H.codomain.select(names[letter]) for letter in block)
+    return H.block(rows, columns).dense(), rows[0].shape == columns[0].shape
+
+
+def assert_same(result, land, layers=slice(None)):
+    sites = [site for site in families.attention_sites(land.model) if site.name in result.layers]
+    for i, site in list(enumerate(sites))[layers]:
+        for block in BLOCKS:
+            for head in range(site.kv_heads if block in KEY_BLOCKS else site.heads):
+                matrix, square = dense(land, site, block, head)
+                norm, trace = result.norms[block][i, head].item(), result.traces[block][i, head].item()
+                assert norm == pytest.approx(matrix.norm().item(), rel=EXACT), (site.name, block, head)
+                if square:  # against the norm: a trace may be close to zero
+                    scale = matrix.norm().item() * math.sqrt(len(matrix))
+                    assert trace == pytest.approx(matrix.trace().item(), abs=EXACT * scale), (
+                        site.name,
+                        block,
+                    )
+                else:
+                    assert math.isnan(trace)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_against_the_operator(name):
+    """Padding, causal and bidirectional masks, grouped heads, rotary positions, biases, cross-attention, tied weights."""
+    land = landscape(name)
+    result = heads(land, budget=math.inf)
+    assert not result.omitted
+    assert result.layers == tuple(site.name for site in families.attention_sites(land.model))
+    assert all(exact.all() for exact in result.exact.values())
+    assert all((error == 0).all() or error.isnan().any() for error in result.stderr.values())
+    assert_same(result, land)
+
+
+def test_tiles(monkeypatch):
+    """Shortcuts for causal and symmetric products, which take tiles of rows, on sequences longer than a tile."""
+    for module in (head_rows, cl.exact.head_grams):
+        monkeypatch.setattr(module, "TILE", 2)
+    monkeypatch.setattr(cl.exact.head_grams, "CACHED", 8)
+    for name in ("gpt2", "bert", "llama"):
+        land = landscape(name)
+        assert_same(heads(land, budget=math.inf), land, slice(1, None))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_batching_and_padding_change_nothing(name):
+    model, batch = models.MODELS[name]()
+    one = heads(cl.Landscape(model, batch), budget=math.inf)
+    single = heads(cl.Landscape(model, batch, micro_batch=1), budget=math.inf)
+    uneven = [
+        {key: value[start:stop, :width] for key, value in batch.items()}
+        for start, stop, width in ((0, 1, 5), (1, 3, 4))
+    ]
+    split = heads(cl.Landscape(model, uneven), budget=math.inf)
+    for other in (single, split):
+        assert other.sequences == one.sequences == 3
+        for block in BLOCKS:
+            torch.testing.assert_close(other.norms[block], one.norms[block], rtol=EXACT, atol=0)
+            torch.testing.assert_close(other.traces[block], one.traces[block], rtol=EXACT, atol=EXACT)
+        torch.testing.assert_close(other.entropy, one.entropy, rtol=EXACT, atol=0)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_estimates_meet_the_norms_within_their_errors(name):
+    land = landscape(name)
+    exact = heads(land, budget=math.inf)
+    found = heads(land, budget=0.0, samples=400, seed=3)
+    deviations = []
+    for block in BLOCKS:
+        assert not found.exact[block].any()
+        assert (found.stderr[block] > 0).all()
+        # of the squares, whose estimates are unbiased: d(n²) = 2 n dn
+        error = 2 * found.norms[block] * found.stderr[block]
+        deviations.append(((found.norms[block].square() - exact.norms[block].square()) / error).flatten())
+        torch.testing.assert_close(found.traces[block], exact.traces[block], rtol=EXACT, atol=0)
+    z = torch.cat(deviations)
+    # standard normal scores: 5 standard errors a head, and on average about one
+    assert z.abs().max() < 5
+    assert 0.4 < z.square().mean() < 2.5
+    again = heads(land, budget=0.0, samples=400, seed=3)
+    assert all(torch.equal(again.norms[block], found.norms[block]) for block in BLOCKS)
+    other = heads(land, budget=0.0, samples=400, seed=4)
+    assert not torch.equal(other.norms["QQ"], found.norms["QQ"])
+
+
+def test_budget_decides_what_is_exact():
+    land = landscape("llama")
+    cheap = heads(land, budget=2.0, samples=2)
+    assert cheap.exact["QQ"].all()  # a Gram matrix where the others take one product a column
+    assert not cheap.exact["KK"].any()
+    assert "±" in str(cheap)
+    assert "±" not in str(heads(land, budget=math.inf)).split("\n", 1)[1]
+
+
+def test_attention_written_out_gives_the_same():
+    """Eager attention without padding: queries, keys and values are computed from the inputs, and checked."""
+    model, batch = models.MODELS["gpt2"]()
+    ids = {"input_ids": batch["input_ids"] + 3 * (batch["attention_mask"] == 0)}
+    found = heads(cl.Landscape(model, ids, loss="next-token"))
+    model.set_attn_implementation("eager")
+    eager = heads(cl.Landscape(model, ids, loss="next-token"))
+    for block in BLOCKS:
+        torch.testing.assert_close(eager.norms[block], found.norms[block], rtol=EXACT, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("qwen3", "query_norm"), ("own_linear_attention", "softmax"), ("torch_attention", "two inputs")],
+)
+def test_what_has_no_closed_form_is_refused_with_the_reason(name, reason):
+    with pytest.raises(ValueError, match=reason):
+        heads(landscape(name))
+
+
+def test_layers_without_closed_form_are_left_out():
+    model, batch = models.MODELS["gpt2"]()
+    model.transformer.h[0].attn.c_attn.requires_grad_(False)
+    result = heads(cl.Landscape(model, batch))
+    assert result.layers == ("layer.1.attn",)
+    assert "frozen" in result.omitted["layer.0.attn"]
+    assert "left out: layer.0.attn" in str(result)
+    assert_same(result, cl.Landscape(model, batch))
+
+
+def test_entropy_and_moments():
+    """Of one head of the papers' net, by their definitions."""
+    model, batch = models.MODELS["digit_addition"]()
+    result = heads(cl.Landscape(model, batch))
+    attention, x = model.blocks[0].attn, (model.token(batch[0]) + model.position.weight).detach()
+    x = x[:, : model.length]
+    scores = attention.scale * (x @ attention.W_Q) @ (x @ attention.W_K).mT
+    A = scores.masked_fill(torch.ones(x.shape[1], x.shape[1]).triu(1).bool(), -math.inf).softmax(-1).detach()
+    scored = batch[1] != -100  # without further layers, the loss depends on the queries that are scored
+    entropy = -torch.xlogy(A, A).sum(-1)[scored].mean()
+    c = x[:, None] - (A @ x)[:, :, None]
+    second = (A * c.square().sum(-1)).sum(-1)[scored].mean()
+    assert result.entropy[0, 0].item() == pytest.approx(entropy.item(), rel=EXACT)
+    assert result.moments["second"][0, 0].item() == pytest.approx(second.item(), rel=EXACT)
+
+
+def test_result_as_text_and_numbers():
+    result = heads(landscape("llama"), budget=math.inf)
+    data = json.loads(json.dumps(result.to_dict()))
+    assert data["norms"]["QQ"][1][3] == result.norms["QQ"][1, 3].item()
+    assert len(data["norms"]["KK"][0]) == 2
+    assert len(data["norms"]["QQ"][0]) == 4
+    text = str(result)
+    assert f"{result.norms['VQ'][0, 2]:.3g}" in text
+    assert "3 sequences" in text
+
+
+def test_the_model_is_left_as_it_was():
+    model, batch = models.MODELS["gpt2"]()
+    attention = torch.nn.functional.scaled_dot_product_attention
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    heads(cl.Landscape(model, batch))
+    assert torch.nn.functional.scaled_dot_product_attention is attention
+    assert hooks == sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_model_without_attention_is_refused():
+    with pytest.raises(ValueError, match="attention of a known family"):
+        heads(landscape("linear_mlp", loss="mse"))
