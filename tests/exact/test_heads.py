@@ -70,7 +70,7 @@ def assert_same(result, land, layers=slice(None)):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_against_the_operator(name):
-    """Padding, causal and bidirectional masks, grouped heads, rotary positions, biases, cross-attention, tied weights."""
+    """Padding, causal and other masks, grouped heads, rotary positions, biases, cross-attention, tied weights."""
     land = landscape(name)
     result = heads(land, budget=math.inf)
     assert not result.omitted
@@ -133,7 +133,7 @@ def test_estimates_meet_the_norms_within_their_errors(name):
 
 def test_budget_decides_what_is_exact():
     land = landscape("llama")
-    cheap = heads(land, budget=2.0, samples=2)
+    cheap = heads(land, budget=0.5, samples=2)
     assert cheap.exact["QQ"].all()  # a Gram matrix where the others take one product a column
     assert not cheap.exact["KK"].any()
     assert "±" in str(cheap)

@@ -110,7 +110,7 @@ def _watched(land: Landscape, sites: list[AttentionSite]) -> Iterator[dict[str, 
     try:
         for site in sites:
             _hook_site(site, seen[site.name], within, hook, land)
-        F.scaled_dot_product_attention = attention  # type: ignore[assignment]
+        F.scaled_dot_product_attention = attention
         yield seen
     finally:
         F.scaled_dot_product_attention = original
@@ -219,13 +219,17 @@ def _sequences(
     if not _close(v, raw["v"].values):
         raise Unsupported("expected values that are projections of the layer's input, got others")
     turn_q, turn_k = _turn(q, raw["q"], turns, site), _turn(k, raw["k"], turns, site)
-    tensors = (t.detach() for t in (x, y, q, k, v, gradient))
-    x, y, q, k, v, gradient = tensors
+    x, y, q, k, v, gradient = (t.detach() for t in (x, y, q, k, v, gradient))
     found = []
     for b in range(len(x)):
         seen_keys, bias = _mask_of(mask, causal, b, q.shape[2], k.shape[2], q)
         sequence = Sequence(
-            *(part[b] for part in (x, y, q, k, v, gradient)),
+            x[b],
+            y[b],
+            q[b],
+            k[b],
+            v[b],
+            gradient[b],
             mask=seen_keys,
             bias=bias,
             scale=scale,

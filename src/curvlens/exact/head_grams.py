@@ -1,7 +1,8 @@
 """Inner products of the functional blocks of heads by Gram matrices over tokens: no matrix of a block, nothing of
 size d² a token.
 
-Without rotations, and with the rows `i` of all sequences, the blocks are (Theorem 3.2 of Ormaniec, Dangel, Singh, 2025, with the key blocks)
+Without rotations, and with the rows `i` of all sequences, the blocks are (Theorem 3.2 of
+Ormaniec, Dangel, Singh, 2025, with the key blocks)
 
     QQ = s² Σ_i x_i x_iᵀ ⊗ (Kᵀ E_i K)                   KK = s² Σ_i (Yᵀ E_i Y) ⊗ q_i q_iᵀ
     QK = s² Σ_i (x_i q_iᵀ crossed Kᵀ E_i Y) + s Σ_i x_i h_iᵀ ⊗ I,   h_i = Yᵀ D_i
@@ -31,7 +32,8 @@ CACHED = 2**19
 class Gram:
     """Gram matrices of one kind of key vectors `Y` (key inputs, or keys) of rows `a` and `b`.
 
-    `keys[j, j'] = y_j·y_j'`, and with `M = A Y`, `H = D Y`: `MM[i, i'] = M_i·M_i'`, `My[i, j'] = M_i·y_j'`, `yM[j, i']`.
+    `keys[j, j'] = y_j·y_j'`, and with `M = A Y`, `H = D Y`:
+    `MM[i, i'] = M_i·M_i'`, `My[i, j'] = M_i·y_j'`, `yM[j, i']`.
     """
 
     keys: Tensor
@@ -149,7 +151,10 @@ def _diagonals(
 
 
 def dot(a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
-    """`Σ a b c`, so many rows at a time as stay in the cache, summed in double precision: terms of both signs cancel."""
+    """`Σ a b c`, as many rows at a time as stay in the cache.
+
+    Summed in double precision, since terms of both signs cancel.
+    """
     total = a.new_zeros((), dtype=torch.float64)
     step = max(1, CACHED // max(a[0].numel(), 1))
     for rows in range(0, len(a), step):

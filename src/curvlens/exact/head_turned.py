@@ -35,7 +35,7 @@ def query_inner(a: Rows, b: Rows, shared: Shared) -> Tensor:
 def turned_traces(rows: Rows) -> dict[str, Tensor]:
     """The traces as `head_grams.traces` gives them. Work: `k` products of L × L matrices."""
     sequence, s, A, D = rows.sequence, rows.s, rows.A, rows.D
-    x, y, (n, width) = sequence.x, sequence.y, rows.q.shape
+    x, y, n = sequence.x, sequence.y, len(rows.q)
     R, P = _matrices(sequence.turn_q, n, rows.q), _matrices(sequence.turn_k, len(y), rows.q)
     keys, crossed = y @ y.T, x @ y.T
     wide = x.shape[1] == y.shape[1] and R.shape[2] == P.shape[2]

@@ -65,8 +65,8 @@ class Heads:
 
     def __str__(self) -> str:
         lines = [
-            f"Functional curvature of attention heads, Frobenius norms, {self.sequences} "
-            f"sequence{'s' if self.sequences != 1 else ''}; ± marks estimates ({self.samples} samples), traces are exact",
+            f"Functional curvature of attention heads, {self.sequences} sequence{'s' if self.sequences != 1 else ''}; "
+            f"Frobenius norms, ± where estimated ({self.samples} samples); exact traces",
             _line("layer", "head", [*(f"‖{b}‖" for b in QUERY_BLOCKS), "tr QQ", "entropy"]),
         ]
         for i, layer in enumerate(self.layers):
