@@ -173,7 +173,7 @@ def test_layers_without_closed_form_are_left_out():
 def test_entropy_and_moments():
     """Of one head of the papers' net, by their definitions."""
     model, batch = models.MODELS["digit_addition"]()
-    result = heads(cl.Landscape(model, batch))
+    result = heads(cl.Landscape(model, batch, loss="cross-entropy"))
     attention, x = model.blocks[0].attn, (model.token(batch[0]) + model.position.weight).detach()
     x = x[:, : model.length]
     scores = attention.scale * (x @ attention.W_Q) @ (x @ attention.W_K).mT

@@ -185,6 +185,10 @@ def _sequences(
     missing = [name for name in (site.query, site.key, site.value) if name not in land.blocks]
     if missing:
         raise Unsupported(f"expected trainable projections, {', '.join(missing)} is frozen or shared")
+    if "linear" in site.between:
+        raise Unsupported(
+            "expected softmax attention, got linear attention; use exact.SelfAttention for one layer"
+        )
     if seen.x is None or seen.y is None or gradient is None:
         raise Unsupported(
             "expected torch's scaled_dot_product_attention or a module for the output projection, found neither; "

@@ -24,17 +24,27 @@ from curvlens.exact.head_rows import Rows, Sequence
 
 AT_ONCE = 2**22  # entries of the scores' changes that are held at once
 
+Pushed = tuple[Tensor, "Tensor | None", "Tensor | None"]  # changes of q, k and v
+
 # the blocks whose norms the images give, by the matrix that the vector changes: VQ is the adjoint of QV
-IMAGES = {"query": ("QQ",), "key": ("KK", "QK"), "value": ("VQ", "VK")}
+IMAGES = {"query": ("QQ",), "key": ("KK", "QK"), "value": ("VQ", "VK", "VV")}
 
 
 def squared_norms(
-    sequences: list[Sequence], kv_head: int, wanted: set[str], samples: int | None, seed: int
+    sequences: list[Sequence],
+    kv_head: int,
+    wanted: set[str],
+    samples: int | None,
+    seed: int,
+    out: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Squares of images of the blocks of a key and value head and its query heads.
 
     `samples=None`: `[heads]`, exact, from all unit vectors. Otherwise `[samples, heads]`, from as many vectors of
-    random signs; their mean is unbiased. KK and VK have one head, the others one for each query head of the group.
+    random signs; their mean is unbiased. KK, VK and VV have one head, the others one for each query head of the group.
+
+    The blocks are those of the functional part, or with `out = W_O` `[heads, e, o]` those of `Jᵀ J`, with `J` the
+    Jacobian of the layer's output.
     """
     found: dict[str, list[Tensor]] = {block: [] for block in wanted}
     first = sequences[0]
@@ -49,7 +59,7 @@ def squared_norms(
             continue
         generator = torch.Generator().manual_seed(seed * 3 + i)
         for stack in _vectors(shapes[source], samples, max(1, AT_ONCE // longest), generator, first.q):
-            for block, squares in _images(sequences, kv_head, source, stack).items():
+            for block, squares in _images(sequences, kv_head, source, stack, out).items():
                 if block in wanted:
                     found[block].append(squares)
     joined = {block: torch.cat(parts) for block, parts in found.items()}
@@ -71,40 +81,81 @@ def _vectors(
             yield units.unflatten(1, shape)
 
 
-def _images(sequences: list[Sequence], kv_head: int, source: str, stack: Tensor) -> dict[str, Tensor]:
+def _images(
+    sequences: list[Sequence], kv_head: int, source: str, stack: Tensor, out: Tensor | None
+) -> dict[str, Tensor]:
     """`‖H_b z‖²` for a stack `[K, inputs, width]`, `[K, heads]`, with `H_b` the sum over all sequences."""
     group = sequences[0].group
-    queries = [torch.zeros(()) for _ in range(group)]
-    keys: Tensor | None = None
+    heads = range(kv_head * group, (kv_head + 1) * group)
+    queries = [torch.zeros(()) for _ in heads]
+    keys = values = torch.zeros(())
     for sequence in sequences:
-        for h in range(group):
-            rows = Rows(sequence, kv_head * group + h)
-            q, k = _push(rows, source, stack)
+        if out is None:
+            pushed: Iterator[Pushed] = (_push(Rows(sequence, h), source, stack) for h in heads)
+        else:
+            pushed = _push_outer(
+                [Rows(sequence, h) for h in heads], source, stack, out[heads.start : heads.stop]
+            )
+        for h, (q, k, v) in enumerate(pushed):
             queries[h] = queries[h].to(q) + sequence.x.T @ _turned(q, sequence.turn_q)
             if k is not None:
-                image = sequence.y.T @ _turned(k, sequence.turn_k)
-                keys = image if keys is None else keys + image
+                keys = keys.to(k) + sequence.y.T @ _turned(k, sequence.turn_k)
+            if v is not None:
+                values = values.to(v) + sequence.y.T @ v
     found = {
         {"query": "QQ", "key": "QK", "value": "VQ"}[source]: torch.stack(list(map(_squares, queries)), 1)
     }
-    if keys is not None:
+    if keys.dim():
         found["KK" if source == "key" else "VK"] = _squares(keys)[:, None]
+    if values.dim():
+        found["VV"] = _squares(values)[:, None]
     return found
 
 
-def _push(rows: Rows, source: str, stack: Tensor) -> tuple[Tensor, Tensor | None]:
-    """`q̈` and `k̈`, `[K, tokens, k]` each."""
+def _push(rows: Rows, source: str, stack: Tensor) -> Pushed:
+    """`q̈` and `k̈`, `[K, tokens, k]` each; the functional part has no VV."""
     sequence, s = rows.sequence, rows.s
     if source == "value":
-        change = rows.g @ (sequence.y @ stack).mT
-        change = rows.A * (change - (rows.A * change).sum(-1, keepdim=True))
-        return s * change @ rows.k, s * change.mT @ rows.q
+        change = _weights(rows, rows.g @ (sequence.y @ stack).mT)
+        return s * change @ rows.k, s * change.mT @ rows.q, None
     if source == "query":
         change = _scores(rows, s * _turn(sequence.x @ stack, sequence.turn_q) @ rows.k.T)
-        return s * change @ rows.k, None
+        return s * change @ rows.k, None, None
     moved = _turn(sequence.y @ stack, sequence.turn_k)
     change = _scores(rows, s * rows.q @ moved.mT)
-    return s * (change @ rows.k + rows.D @ moved), s * change.mT @ rows.q
+    return s * (change @ rows.k + rows.D @ moved), s * change.mT @ rows.q, None
+
+
+def _push_outer(heads: list[Rows], source: str, stack: Tensor, out: Tensor) -> Iterator[Pushed]:
+    """Changes of the heads' outputs, `ȯ = (A ∘ (Ṡ − A·Ṡ)) v + A v̇`, through `W_O W_Oᵀ`, and back to `q`, `k` and `v`."""
+    sequence, s = heads[0].sequence, heads[0].s
+    moved = sequence.y @ stack if source == "value" else None
+    turned = _turn(sequence.y @ stack, sequence.turn_k) if source == "key" else None
+    # a query head's own weights change its own output alone; keys and values change that of all that share them
+    one_by_one = source == "query"
+    changes = []
+    for rows, W in zip(heads, out, strict=True):
+        if moved is not None:
+            change = rows.A @ moved
+        else:
+            scores = (
+                s * rows.q @ turned.mT
+                if turned is not None
+                else s * _turn(sequence.x @ stack, sequence.turn_q) @ rows.k.T
+            )
+            change = _weights(rows, scores) @ rows.v
+        changes.append(change @ W)
+    total = sum(changes)
+    for i, (rows, W) in enumerate(zip(heads, out, strict=True)):
+        back = (changes[i] if one_by_one else total) @ W.T
+        scores = _weights(rows, back @ rows.v.T)
+        k, v = s * scores.mT @ rows.q, rows.A.T @ back
+        yield s * scores @ rows.k, None if one_by_one else k, v if source == "value" else None
+
+
+def _weights(rows: Rows, change: Tensor) -> Tensor:
+    """`F_i Ṡ_i`."""
+    return rows.A * (change - (rows.A * change).sum(-1, keepdim=True))
 
 
 def _scores(rows: Rows, change: Tensor) -> Tensor:

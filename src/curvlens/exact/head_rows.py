@@ -102,7 +102,7 @@ class Rows:
         self.q = sequence.q[head]
         k = sequence.k[head // sequence.group]
         self.k = k - k.mean(0)
-        v = sequence.v[head // sequence.group]
+        v = self.v = sequence.v[head // sequence.group]
         self.g = sequence.gradient[head]
         self.A = sequence.weights(head)
         u = self.g @ (v - v.mean(0)).T
