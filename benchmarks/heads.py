@@ -1,6 +1,6 @@
-"""All heads of GPT-2 small on one sequence, against one gradient: `python benchmarks/heads.py [tokens]`.
+"""All heads of GPT-2 small on one sequence, against one gradient: `heads.py [tokens [repeats [threads]]]`.
 
-Random weights, float32, two CPU cores. Gradient and heads alternate, and the least of the repeats of each counts;
+Random weights, float32, two CPU threads. Gradient and heads alternate, and the least of the repeats of each counts;
 CPU time is given beside wall time, for machines that are shared.
 """
 
@@ -22,8 +22,8 @@ def timed(run) -> tuple[float, float]:
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def main(tokens: int = 1024, repeats: int = 3) -> None:
-    torch.set_num_threads(2)
+def main(tokens: int = 1024, repeats: int = 3, threads: int = 2) -> None:
+    torch.set_num_threads(threads)
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config()).eval()
     ids = torch.randint(0, model.config.vocab_size, (1, tokens))

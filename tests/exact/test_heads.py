@@ -9,6 +9,7 @@ import torch
 import curvlens as cl
 import models
 from curvlens import families
+from curvlens.engine.quantity import split_gradient
 from curvlens.exact import head_rows, heads
 from curvlens.exact.head_grams import BLOCKS, KEY_BLOCKS
 
@@ -210,3 +211,51 @@ def test_the_model_is_left_as_it_was():
 def test_a_model_without_attention_is_refused():
     with pytest.raises(ValueError, match="attention of a known family"):
         heads(landscape("linear_mlp", loss="mse"))
+
+
+def output_jacobian(land, site, heads_of):
+    """`∂F/∂(head's block)` over the tokens that the loss depends on: the layer alone, its inputs as constants."""
+    module, seen = land.model.get_submodule(site.module), []
+    handle = module.register_forward_pre_hook(lambda m, a, k: seen.append((a, k)), with_kwargs=True)
+    (piece,) = land.pieces()
+    with cl.guards.twice_differentiable(land.device):
+        land.output(land.parameters(), piece)
+    handle.remove()
+    args, kwargs = seen[0]
+    prefix = site.module + "."
+    own = {n.removeprefix(prefix): p for n, p in land.parameters().items() if n.startswith(prefix)}
+
+    def output(parameters):
+        found = torch.func.functional_call(module, parameters, args, kwargs)
+        return found if isinstance(found, torch.Tensor) else found[0]
+
+    with cl.guards.twice_differentiable(land.device):
+        jacobian = torch.func.jacrev(output)(own)  # [batch, tokens, o, *shape] each
+        g = split_gradient(land, piece, site.output)
+    kept = g.ne(0).any(-1)
+    rows = {prefix + name: j[kept].flatten(0, 1) for name, j in jacobian.items()}
+    blocks = land.blocks.select(*heads_of)
+    return {b.name: b.source.view(rows[b.source.parameter].contiguous()).flatten(1).detach() for b in blocks}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2"])
+def test_outer_blocks_under_the_identity(name):
+    land = landscape(name)
+    b = 0.7
+    result = heads(land, budget=math.inf, outer=b)
+    site = families.attention_sites(land.model)[1]
+    group = site.heads // site.kv_heads
+    counts = {site.query: site.heads, site.key: site.kv_heads, site.value: site.kv_heads}
+    J = output_jacobian(land, site, [f"{block}.head.{h}" for block, n in counts.items() for h in range(n)])
+    estimate = heads(land, budget=0.0, outer=b, samples=200)
+    for block in (*BLOCKS, "VV"):
+        assert result.exact[f"outer {block}"].all()
+        for head in range(site.heads if "Q" in block else site.kv_heads):
+            key_head = head // group if "Q" in block else head
+            of = {"Q": (site.query, head), "K": (site.key, key_head), "V": (site.value, key_head)}
+            left, right = (J["{}.head.{}".format(*of[letter])] for letter in block)
+            expected = b * (left.T @ right).norm().item()
+            assert result.norms[f"outer {block}"][1, head].item() == pytest.approx(expected, rel=EXACT)
+        off = (estimate.norms[f"outer {block}"] - result.norms[f"outer {block}"]).abs()
+        assert not estimate.exact[f"outer {block}"].any()
+        assert (off < 5 * estimate.stderr[f"outer {block}"]).all()

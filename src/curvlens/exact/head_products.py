@@ -127,7 +127,7 @@ def _push(rows: Rows, source: str, stack: Tensor) -> Pushed:
 
 
 def _push_outer(heads: list[Rows], source: str, stack: Tensor, out: Tensor) -> Iterator[Pushed]:
-    """Changes of the heads' outputs, `ȯ = (A ∘ (Ṡ − A·Ṡ)) v + A v̇`, through `W_O W_Oᵀ`, and back to `q`, `k` and `v`."""
+    """Changes of the outputs, `ȯ = (A ∘ (Ṡ − A·Ṡ)) v + A v̇`, through `W_O W_Oᵀ`, and back to `q`, `k` and `v`."""
     sequence, s = heads[0].sequence, heads[0].s
     moved = sequence.y @ stack if source == "value" else None
     turned = _turn(sequence.y @ stack, sequence.turn_k) if source == "key" else None

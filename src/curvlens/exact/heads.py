@@ -88,13 +88,25 @@ class Heads:
         return value if self.exact[block][layer] else f"{value} ± {self.stderr[block][layer, head]:.1g}"
 
 
-def heads(land: Landscape, *, budget: float = 50.0, samples: int = 16, seed: int = 0) -> Heads:
+def heads(
+    land: Landscape,
+    *,
+    budget: float = 50.0,
+    samples: int = 16,
+    seed: int = 0,
+    outer: float | None = None,
+) -> Heads:
     """Norms and traces of the functional blocks QQ, KK, QK, VQ, VK of every attention head.
 
     Traces are exact. Norms are exact where their arithmetic costs at most `budget` gradients of the landscape, all
     layers together: a norm over many sequences has cross terms between every two of them. Beyond that the square of a
     norm is an unbiased estimate from `samples` products with random signs, and the norm carries its standard error.
     With rotary positions, QQ is as cheap; the other norms are exact for short sequences and small heads only.
+
+    `outer = b` adds norms of the outer-product blocks `Jᵀ B J` under a loss curvature `B_i = b I` at the layer's
+    output, the same for all tokens that the loss depends on, as "outer QQ" and so on, "outer VV" too; `J` is the exact
+    Jacobian of the layer. The curvature of the whole network's loss is not of this form, nor local to a token below the
+    last attention, so this measures the layer and not the loss. Exact for small blocks only, by a product a column.
 
     Softmax attention with any mask, grouped heads, biases, cross-attention, rotary positions; not with norms of
     queries and keys, see `Heads.omitted`. Means of entropy and moments are over the queries that the loss depends on.
@@ -118,7 +130,11 @@ def heads(land: Landscape, *, budget: float = 50.0, samples: int = 16, seed: int
         for site in group:
             if site.name in found:
                 count = max(count, len(found[site.name]))
-                seen[site.name] = _measure(site, found[site.name], plans[site.name], samples, seed)
+                layer = _measure(site, found[site.name], plans[site.name], samples, seed)
+                if outer is not None:
+                    share = allowed / len(found)
+                    _measure_outer(land, site, found[site.name], layer, outer, share, samples, seed)
+                seen[site.name] = layer
     chosen = [site for site in sites if site.name in seen]
     if not chosen:
         reasons = "; ".join(f"{name}: {why}" for name, why in omitted.items())
@@ -187,12 +203,13 @@ def _cost(sequences: list[Sequence], kind: tuple[str, ...]) -> float:
     first = sequences[0]
     heads, width, rows = len(first.q), first.q.shape[2], sum(len(s.x) for s in sequences)
     keys = sum(len(s.y) for s in sequences)
-    if not _is_turned(sequences):
+    if kind == BLOCKS:
         # products of L × L matrices, for every pair of sequences and of heads of a group
         return 12.0 * heads * first.group * rows * keys * max(rows, keys) / len(sequences)
-    if kind == ("QQ",):
+    if kind == ("QQ",) and _is_turned(sequences):
         return 4.0 * heads * rows * max(rows, keys) * width**2
-    columns = first.y.shape[1] * (width if "KK" in kind else first.v.shape[2])
+    inputs = first.x.shape[1] if "QQ" in kind else first.y.shape[1]
+    columns = inputs * (first.v.shape[2] if kind[0].startswith("V") else width)
     return 12.0 * heads * columns * width * sum(float(s.mask[0].numel()) for s in sequences)
 
 
@@ -252,11 +269,49 @@ def _measure(
     for block in BLOCKS:
         for index in set(range(counts[block])) - known[block] if sequences else ():
             trace[block][index] = math.nan
-    norms = {block: square.clamp(min=0).sqrt() for block, square in squares.items()}
-    stderr = {
-        block: torch.where(norms[block] > 0, errors[block] / (2 * norms[block]), 0.0) for block in BLOCKS
-    }
+    norms, stderr = _roots(squares, errors)
     return _Layer(norms, stderr, trace, exact, {name: total / queries for name, total in about.items()})
+
+
+def _measure_outer(
+    land: Landscape,
+    site: AttentionSite,
+    sequences: list[Sequence],
+    layer: _Layer,
+    b: float,
+    allowed: float,
+    samples: int,
+    seed: int,
+) -> None:
+    """Norms of `b Jᵀ J`, by products with all unit vectors or with random signs, added to those of the layer."""
+    blocks = (*BLOCKS, "VV")
+    counts = {block: site.heads if block in QUERY_BLOCKS else site.kv_heads for block in blocks}
+    squares, errors = (
+        {block: torch.zeros(n, dtype=torch.float64) for block, n in counts.items()} for _ in "12"
+    )
+    if site.out in land.blocks:
+        out = land.blocks.select(site.out)
+        parameters = land.parameters()
+        W = out.from_parameters({name: parameters[name] for name in out.parameters}).view(out[0].shape)
+        exact = sum(_cost(sequences, (kind,)) for kind in ("QQ", "KK", "VV")) <= allowed
+        by_head = W.unflatten(0, (site.heads, -1))
+        _multiply(sequences, set(blocks), None if exact else samples, seed, squares, errors, by_head)
+        layer.exact.update(f"outer {block}" for block in blocks if exact)
+    else:  # a frozen output projection is no block
+        squares = {block: torch.full_like(square, math.nan) for block, square in squares.items()}
+    norms, stderr = _roots(squares, errors)
+    layer.norms.update({f"outer {block}": abs(b) * norm for block, norm in norms.items()})
+    layer.stderr.update({f"outer {block}": abs(b) * error for block, error in stderr.items()})
+
+
+def _roots(
+    squares: dict[str, Tensor], errors: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Norms and their standard errors, from those of their squares: `dn = d(n²) / 2n`."""
+    norms = {block: square.clamp(min=0).sqrt() for block, square in squares.items()}
+    return norms, {
+        block: torch.where(norm > 0, errors[block] / (2 * norm), 0.0) for block, norm in norms.items()
+    }
 
 
 def _pairs(a: Sequence, b: Sequence) -> Iterator[tuple[Rows, Rows]]:
@@ -277,15 +332,16 @@ def _multiply(
     seed: int,
     squares: dict[str, Tensor],
     errors: dict[str, Tensor],
+    out: Tensor | None = None,
 ) -> None:
     """Squared norms by products: with all unit vectors, or with random signs and then the error of their mean."""
     if not wanted or not sequences:
         return
     group = sequences[0].group
     for kv_head in range(len(sequences[0].k)):
-        for block, each in squared_norms(sequences, kv_head, wanted, samples, seed + kv_head).items():
+        for block, each in squared_norms(sequences, kv_head, wanted, samples, seed + kv_head, out).items():
             index = slice(kv_head, kv_head + 1)
-            if block not in KEY_BLOCKS:
+            if block in QUERY_BLOCKS:
                 index = slice(kv_head * group, (kv_head + 1) * group)
             squares[block][index] = (each.mean(0) if samples else each).cpu()
             if samples:
@@ -318,12 +374,13 @@ def _assemble(
         )
 
     about = {name: table([layer.about[name] for layer in layers]) for name in layers[0].about}
+    names = list(layers[0].norms)
     return Heads(
         layers=tuple(site.name for site in sites),
-        norms={b: table([layer.norms[b] for layer in layers]) for b in BLOCKS},
-        stderr={b: table([layer.stderr[b] for layer in layers]) for b in BLOCKS},
+        norms={b: table([layer.norms[b] for layer in layers]) for b in names},
+        stderr={b: table([layer.stderr[b] for layer in layers]) for b in names},
         traces={b: table([layer.traces[b] for layer in layers]) for b in BLOCKS},
-        exact={b: torch.tensor([b in layer.exact for layer in layers]) for b in BLOCKS},
+        exact={b: torch.tensor([b in layer.exact for layer in layers]) for b in names},
         entropy=about.pop("entropy"),
         moments=about,
         sequences=sequences,
