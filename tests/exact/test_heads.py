@@ -259,3 +259,12 @@ def test_outer_blocks_under_the_identity(name):
         off = (estimate.norms[f"outer {block}"] - result.norms[f"outer {block}"]).abs()
         assert not estimate.exact[f"outer {block}"].any()
         assert (off < 5 * estimate.stderr[f"outer {block}"]).all()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_single_precision(name):
+    """Keys about their mean, sums in double precision: what cancels leaves single precision its first five digits."""
+    double = heads(landscape(name), budget=math.inf)
+    single = heads(landscape(name, dtype=torch.float32), budget=math.inf)
+    for block in BLOCKS:
+        torch.testing.assert_close(single.norms[block], double.norms[block], rtol=2e-5, atol=0)

@@ -2,8 +2,9 @@
 
 The query block stays a sum of Kronecker products, `QQ = s² Σ_i x_i x_iᵀ ⊗ (R_iᵀ Kᵀ E_i K R_i)`, with the turned keys
 `K`. A key's share depends on its own turn, so blocks of the key are no Kronecker products of a token any more; their
-traces are sums over one coordinate of the key at a time. `R_i` may be any matrix: tables of sines and cosines are
-rounded, so even that of rotary positions is no rotation to the last digit.
+traces and, but for QK, their inner products are sums over the entries of a key of products of Gram matrices over keys.
+`R_i` may be any matrix: tables of sines and cosines are rounded, so even that of rotary positions is no rotation to
+the last digit.
 """
 
 from __future__ import annotations
@@ -27,9 +28,68 @@ def query_curvature(rows: Rows) -> Tensor:
     return (rows.s**2 * G).flatten(1)
 
 
-def query_inner(a: Rows, b: Rows, shared: Shared) -> Tensor:
-    """`⟨QQ of a, QQ of b⟩`."""
-    return dot(shared.xx, query_curvature(a) @ query_curvature(b).T)
+def turned_inner(a: Rows, b: Rows, shared: Shared, wanted: set[str]) -> dict[str, Tensor]:
+    """`⟨block of a, block of b⟩` of the wanted of QQ, VQ (where both are rows of one query head), KK and VK.
+
+    Work: about a product of L × L matrices for each entry of a key; memory: `k L²`.
+    """
+    found: dict[str, Tensor] = {}
+    if a.head == b.head and "QQ" in wanted:
+        found["QQ"] = dot(shared.xx, query_curvature(a) @ query_curvature(b).T)
+    keys = a.sequence.y @ b.sequence.y.T
+    if a.head == b.head and "VQ" in wanted:
+        # Z_i = Σ_j A_ij y_j (k_j − M_i)ᵀ R_i, one column for each c
+        Z = _spread(_about_queries(a), keys) @ _flat(_about_queries(b)).T
+        found["VQ"] = a.s * b.s * dot(shared.x, a.g @ b.g.T, Z)
+    if not wanted.isdisjoint(("KK", "VK")):
+        KK, VK = _key_blocks(a, b, keys)
+        found["KK"], found["VK"] = (a.s * b.s) ** 2 * KK, a.s * b.s * VK
+    return found
+
+
+def _key_blocks(a: Rows, b: Rows, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Inner products, without their scales, of `KK = Σ_j y_j y_jᵀ ⊗ C_j − Σ_i (d_i m_iᵀ + m_i d_iᵀ)` and of
+    `VK = Σ_j y_j y_jᵀ ⊗ G_j − Σ_i (A_i Y ⊗ γ_i) m_iᵀ`, with `w_ij = P_jᵀ q_i`, the turned query of row i at key j,
+
+        d_i = Σ_j D_ij y_j ⊗ w_ij,  m_i = Σ_j A_ij y_j ⊗ w_ij,  C_j = Σ_i D_ij w_ij w_ijᵀ,  G_j = Σ_i A_ij γ_i w_ijᵀ.
+    """
+    wa, wb = _at_keys(a), _at_keys(b)
+    da, ma, db, mb = a.D * wa, a.A * wa, b.D * wb, b.A * wb
+    Da, Ma = da @ keys, ma @ keys  # d_i·(y_j' ⊗ e_c), [c, i, j']
+    Db, Mb = (Da, Ma) if a is b else (db @ keys.T, mb @ keys.T)
+    yy = keys.square()
+    Ca, Cb = (torch.einsum("cij,dij->jcd", d, w) for d, w in ((da, wa), (db, wb)))
+    Ga, Gb = (torch.einsum("ie,cij->jec", rows.g, m) for rows, m in ((a, ma), (b, mb)))
+    dd, mm, dm, md = (_flat(p) @ _flat(q).T for p, q in ((Da, db), (Ma, mb), (Da, mb), (Ma, db)))
+    KK = dot(yy, Ca.flatten(1) @ Cb.flatten(1).T) + 2 * dot(dd, mm) + 2 * dot(dm, md)
+    VK = dot(yy, Ga.flatten(1) @ Gb.flatten(1).T) + dot((a.A @ keys) @ b.A.T, a.g @ b.g.T, mm)
+    for C, G, D, M, rows, my in ((Ca, Ga, Db, Mb, b, keys @ b.A.T), (Cb, Gb, Da, Ma, a, (a.A @ keys).T)):
+        D, M = D.permute(2, 0, 1), M.permute(2, 0, 1)  # [j, c, i]
+        KK = KK - 2 * dot((C @ M).flatten(1), D.flatten(1))
+        VK = VK - dot(my, torch.einsum("jei,ie->ji", G @ M, rows.g))
+    return KK, VK
+
+
+def _at_keys(rows: Rows) -> Tensor:
+    """`w_ij = P_jᵀ q_i`, `[k, n, l]`."""
+    P = _matrices(rows.sequence.turn_k, len(rows.sequence.y), rows.q)
+    return torch.einsum("na,jac->cnj", rows.q, P)
+
+
+def _about_queries(rows: Rows) -> Tensor:
+    """`A_ij R_iᵀ (k_j − M_i)`, `[k, n, l]`."""
+    R = _matrices(rows.sequence.turn_q, len(rows.q), rows.q)
+    return rows.A * (torch.einsum("nac,ja->cnj", R, rows.k) - _back(R, rows.M).T[:, :, None])
+
+
+def _spread(weights: Tensor, keys: Tensor) -> Tensor:
+    """`W^c Γ` for every `c`, `[n, k l]`."""
+    return _flat(weights @ keys)
+
+
+def _flat(weights: Tensor) -> Tensor:
+    """From `[k, n, l]` to `[n, k l]`."""
+    return weights.transpose(0, 1).flatten(1)
 
 
 def turned_traces(rows: Rows) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from curvlens.exact.head_capture import Unsupported, capture
 from curvlens.exact.head_grams import BLOCKS, KEY_BLOCKS, QUERY_BLOCKS, Gram, Shared, inner, traces
 from curvlens.exact.head_products import squared_norms
 from curvlens.exact.head_rows import Rows, Sequence
-from curvlens.exact.head_turned import query_inner, turned_traces
+from curvlens.exact.head_turned import turned_inner, turned_traces
 from curvlens.families import AttentionSite
 from curvlens.landscape import Landscape
 from curvlens.operator import free_memory
@@ -101,7 +101,8 @@ def heads(
     Traces are exact. Norms are exact where their arithmetic costs at most `budget` gradients of the landscape, all
     layers together: a norm over many sequences has cross terms between every two of them. Beyond that the square of a
     norm is an unbiased estimate from `samples` products with random signs, and the norm carries its standard error.
-    With rotary positions, QQ is as cheap; the other norms are exact for short sequences and small heads only.
+    With rotary positions QQ is as cheap; the other norms cost about as many times more as a key has entries, and QK,
+    one product a column of the block: they are exact for short sequences or small heads only.
 
     `outer = b` adds norms of the outer-product blocks `Jᵀ B J` under a loss curvature `B_i = b I` at the layer's
     output, the same for all tokens that the loss depends on, as "outer QQ" and so on, "outer VV" too; `J` is the exact
@@ -183,7 +184,7 @@ def _plan(found: dict[str, list[Sequence]], allowed: float) -> dict[str, set[str
     costs = {
         (name, kind): _cost(sequences, kind)
         for name, sequences in found.items()
-        for kind in ((("QQ",), ("KK", "QK"), ("VQ", "VK")) if _is_turned(sequences) else (BLOCKS,))
+        for kind in ((("QQ",), ("VQ",), ("KK", "VK"), ("QK",)) if _is_turned(sequences) else (BLOCKS,))
     }
     plans: dict[str, set[str]] = {name: set() for name in found}
     for kind in dict.fromkeys(kind for _, kind in sorted(costs, key=lambda key: costs[key])):
@@ -196,7 +197,7 @@ def _plan(found: dict[str, list[Sequence]], allowed: float) -> dict[str, set[str
     return plans
 
 
-def _cost(sequences: list[Sequence], kind: tuple[str, ...]) -> float:
+def _cost(sequences: list[Sequence], kind: tuple[str, ...], by_gram: bool = True) -> float:
     """Floating point operations of the exact norms, all heads of a layer."""
     if not sequences:
         return 0.0
@@ -206,8 +207,12 @@ def _cost(sequences: list[Sequence], kind: tuple[str, ...]) -> float:
     if kind == BLOCKS:
         # products of L × L matrices, for every pair of sequences and of heads of a group
         return 12.0 * heads * first.group * rows * keys * max(rows, keys) / len(sequences)
-    if kind == ("QQ",) and _is_turned(sequences):
+    if kind == ("QQ",) and by_gram:
         return 4.0 * heads * rows * max(rows, keys) * width**2
+    if by_gram and kind != ("QK",):
+        return (
+            (4.0 if kind == ("VQ",) else 16.0 * first.group) * heads * width * rows * keys * max(rows, keys)
+        )
     inputs = first.x.shape[1] if "QQ" in kind else first.y.shape[1]
     columns = inputs * (first.v.shape[2] if kind[0].startswith("V") else width)
     return 12.0 * heads * columns * width * sum(float(s.mask[0].numel()) for s in sequences)
@@ -239,7 +244,7 @@ def _measure(
         name: torch.zeros(site.heads, dtype=torch.float64) for name in ("entropy", "first", "second", "third")
     }
     turned = _is_turned(sequences)
-    by_gram = exact & {"QQ"} if turned else exact
+    by_gram = exact - {"QK"} if turned else exact
     known: dict[str, set[int]] = {b: set() for b in BLOCKS}  # heads whose trace is defined
     for a, b in combinations_with_replacement(sequences, 2):
         if a is not b and not by_gram:
@@ -257,12 +262,15 @@ def _measure(
                     trace[block][index] += value.cpu()
                     known[block].add(index)
                 _describe(rows, gram, about)
-            if turned and "QQ" in by_gram and rows.head == other.head:
-                squares["QQ"][rows.head] += weight * query_inner(rows, other, shared).cpu()
-            elif by_gram and not turned:
-                assert gram is not None
-                for block, value in inner(rows, other, shared, gram).items():
-                    squares[block][group if block in KEY_BLOCKS else rows.head] += weight * value.cpu()
+            if by_gram:
+                if turned:
+                    products = turned_inner(rows, other, shared, by_gram)
+                else:
+                    assert gram is not None
+                    products = inner(rows, other, shared, gram)
+                for block in by_gram.intersection(products):
+                    square = squares[block]
+                    square[group if block in KEY_BLOCKS else rows.head] += weight * products[block].cpu()
     queries = max(sum(len(s.x) for s in sequences), 1)
     _multiply(sequences, exact - by_gram, None, seed, squares, errors)
     _multiply(sequences, set(BLOCKS) - exact, samples, seed, squares, errors)
@@ -293,7 +301,7 @@ def _measure_outer(
         out = land.blocks.select(site.out)
         parameters = land.parameters()
         W = out.from_parameters({name: parameters[name] for name in out.parameters}).view(out[0].shape)
-        exact = sum(_cost(sequences, (kind,)) for kind in ("QQ", "KK", "VV")) <= allowed
+        exact = sum(_cost(sequences, (kind,), False) for kind in ("QQ", "KK", "VV")) <= allowed
         by_head = W.unflatten(0, (site.heads, -1))
         _multiply(sequences, set(blocks), None if exact else samples, seed, squares, errors, by_head)
         layer.exact.update(f"outer {block}" for block in blocks if exact)
