@@ -263,8 +263,9 @@ def test_outer_blocks_under_the_identity(name):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_single_precision(name):
-    """Keys about their mean, sums in double precision: what cancels leaves single precision its first five digits."""
+    """Sums in double precision, and keys about their mean where they are not turned."""
     double = heads(landscape(name), budget=math.inf)
     single = heads(landscape(name, dtype=torch.float32), budget=math.inf)
     for block in BLOCKS:
-        torch.testing.assert_close(single.norms[block], double.norms[block], rtol=2e-5, atol=0)
+        # rounding of 6e-8, times the terms of a squared norm over what is left of them, up to a thousand here
+        torch.testing.assert_close(single.norms[block], double.norms[block], rtol=1e-4, atol=0)

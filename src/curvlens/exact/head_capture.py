@@ -59,6 +59,7 @@ def capture(
         parameters = {name: p.requires_grad_() for name, p in land.parameters().items()}
         with _watched(land, sites) as seen:
             value = land.loss.value(land.output(parameters, piece), piece.target) / land.weight
+        land.require_finite(value.detach(), "loss")
         # a layer whose weights are all frozen has no graph, and is reported by _sequences
         found = {name: s.head_output for name, s in seen.items()}
         live = {name: o for name, o in found.items() if o is not None and o.requires_grad}

@@ -77,11 +77,12 @@ class Shared:
     y: Tensor  # Y Y'ᵀ, about the means
     xx: Tensor  # their squares
     yy: Tensor
+    xy: Tensor | None  # X Yᵀ of a sequence with itself
 
     @classmethod
     def of(cls, a: Sequence, b: Sequence) -> Shared:
         x, y = a.x @ b.x.T, a.centred @ b.centred.T
-        return cls(x, y, x.square(), y.square())
+        return cls(x, y, x.square(), y.square(), a.x @ a.centred.T if a is b else None)
 
 
 def inner(a: Rows, b: Rows, shared: Shared, y: Gram) -> dict[str, Tensor]:
@@ -164,13 +165,14 @@ def dot(a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
     return total
 
 
-def traces(rows: Rows, crossed: Tensor, shared: Shared, y: Gram) -> dict[str, Tensor]:
-    """The traces of a head's blocks, `crossed = X Yᵀ`; that of a block between two matrices only if it is square.
+def traces(rows: Rows, shared: Shared, y: Gram) -> dict[str, Tensor]:
+    """The traces of a head's blocks; that of a block between two matrices only if it is square.
 
     A trace of KK or VK is a share of that of the head's keys and values: their sum is over all that share them.
     """
     s, A, D, width = rows.s, rows.A, rows.D, rows.k.shape[1]
-    norms = y.keys.diagonal()
+    norms, crossed = y.keys.diagonal(), shared.xy
+    assert crossed is not None
     found = {
         "QQ": s * s * dot(shared.x.diagonal(), D @ _squares(rows.k) - 2 * (rows.H * rows.M).sum(1)),
         "KK": s * s * dot(_squares(rows.q), D @ norms - 2 * y.HM.diagonal()),

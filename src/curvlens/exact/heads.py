@@ -251,26 +251,25 @@ def _measure(
             continue
         shared = Shared.of(a, b)
         for rows, other in _pairs(a, b):
-            group = rows.head // a.group
-            weight = 1 if rows is other else 2
-            gram = None if turned and rows is not other else Gram.over_tokens(rows, other, shared.y)
-            if rows is other:
-                assert gram is not None
-                found = turned_traces(rows) if turned else traces(rows, a.x @ a.centred.T, shared, gram)
+            place = {name: rows.head // a.group if name in KEY_BLOCKS else rows.head for name in BLOCKS}
+            if rows is not other and not by_gram:
+                continue
+            gram = Gram.over_tokens(rows, other, shared.y) if rows is other or not turned else None
+            if rows is other and gram is not None:
+                found = turned_traces(rows) if turned else traces(rows, shared, gram)
                 for block, value in found.items():
-                    index = group if block in KEY_BLOCKS else rows.head
-                    trace[block][index] += value.cpu()
-                    known[block].add(index)
+                    trace[block][place[block]] += value.cpu()
+                    known[block].add(place[block])
                 _describe(rows, gram, about)
+            products = {}
             if by_gram:
-                if turned:
-                    products = turned_inner(rows, other, shared, by_gram)
-                else:
-                    assert gram is not None
-                    products = inner(rows, other, shared, gram)
-                for block in by_gram.intersection(products):
-                    square = squares[block]
-                    square[group if block in KEY_BLOCKS else rows.head] += weight * products[block].cpu()
+                products = (
+                    turned_inner(rows, other, shared, by_gram)
+                    if gram is None or turned
+                    else inner(rows, other, shared, gram)
+                )
+            for block in by_gram.intersection(products):
+                squares[block][place[block]] += (1 if rows is other else 2) * products[block].cpu()
     queries = max(sum(len(s.x) for s in sequences), 1)
     _multiply(sequences, exact - by_gram, None, seed, squares, errors)
     _multiply(sequences, set(BLOCKS) - exact, samples, seed, squares, errors)
