@@ -269,3 +269,26 @@ def test_single_precision(name):
     for block in BLOCKS:
         # rounding of 6e-8, times the terms of a squared norm over what is left of them, up to a thousand here
         torch.testing.assert_close(single.norms[block], double.norms[block], rtol=1e-4, atol=0)
+
+
+class SequenceFirst(torch.nn.Module):
+    """`nn.MultiheadAttention` as it is by default, tokens before batch, with a mask added to the scores."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(models.VOCABULARY, models.WIDTH)
+        self.look = torch.nn.MultiheadAttention(models.WIDTH, 2)
+        self.readout = torch.nn.Linear(models.WIDTH, models.VOCABULARY)
+
+    def forward(self, ids):
+        x = self.embed(ids).transpose(0, 1)
+        mask = torch.linspace(-1, 1, len(x) ** 2, dtype=torch.float64).view(len(x), len(x))
+        return self.readout(self.look(x, x, x, need_weights=False, attn_mask=mask)[0]).transpose(0, 1)
+
+
+def test_tokens_before_batch_and_added_biases():
+    model = models.randomise(SequenceFirst().double().eval(), torch.Generator().manual_seed(1))
+    land = cl.Landscape(model, models.ids_and_targets())
+    result = heads(land)
+    assert result.layers == ("look",)
+    assert_same(result, land)
