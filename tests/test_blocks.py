@@ -66,6 +66,13 @@ def test_a_part_of_the_blocks_leaves_the_rest_zero():
     assert torch.equal(tensors["c"], expected)
 
 
+def test_parameters_without_a_block_are_passed_over():
+    blocks, p = fused(), parameters()
+    assert torch.equal(
+        blocks.from_parameters({"frozen": torch.ones(3, 3, 3), **p}), blocks.from_parameters(p)
+    )
+
+
 def test_select_by_name_alias_prefix_pattern_and_head():
     blocks = fused()
     assert blocks.select("query").names == ("query",)

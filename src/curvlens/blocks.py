@@ -268,8 +268,9 @@ class Blocks:
 
     def from_parameters(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """Gather these blocks from parameter-shaped tensors (or stacks of them) into a flat vector or stack."""
-        some = next(iter(parameters.values()))
-        lead = some.shape[: some.dim() - len(self.parameters[next(iter(parameters))])]
+        name, shape = next(iter(self.parameters.items()))
+        some = parameters[name]
+        lead = some.shape[: some.dim() - len(shape)]
         vector = some.new_empty((*lead, self.size))
         self.gather(parameters, vector)
         return vector
