@@ -7,9 +7,9 @@ The first Ctrl-C ends the estimation at the next step and the partial result is 
 
 The state file is replaced atomically, so at every instant it is a complete earlier state: a run that is killed
 and started again with the same arguments goes on from there, and ends with the digits of an undisturbed run.
-Saving takes at most a twentieth of the time (`SAVE_INTERVAL`). A
-finished run that is started again returns its result without a product; with more samples or a smaller tolerance
-it goes on. The operator itself is not stored: give the same.
+Saving takes at most a twentieth of the time (`SAVE_INTERVAL`). A finished run that is started again returns its
+result without a product; with more samples or a smaller tolerance it goes on. The operator itself is not stored:
+give the same.
 """
 
 from __future__ import annotations
