@@ -46,7 +46,7 @@ def test_the_error_of_a_curved_function_covers_the_truth(mean, size, calibrated)
 
 def test_numbers_are_shown_to_the_digits_they_have():
     assert pm(123.456, 0.5) == "123.46 ± 0.5"
-    assert pm(-0.00123456, 1e-5) == "-0.001235 ± 1e-05"
+    assert pm(-0.00123456, 1e-5) == "-0.0012346 ± 1e-05"
     assert pm(0.0, 0.1) == "0 ± 0.1"
     assert pm(math.nan, math.inf) == "nan ± ?"
 
