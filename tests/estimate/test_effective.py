@@ -1,3 +1,5 @@
+from functools import lru_cache
+
 import pytest
 import torch
 
@@ -7,32 +9,39 @@ from curvlens.estimate.effective import condition, effective_dimension, effectiv
 from curvlens.structured import Dense
 from spectra import SPECTRA, from_spectrum
 
-
-@pytest.fixture
-def eigenvalues(operator):
-    return torch.linalg.eigvalsh(operator.matrix)
-
-
-def test_the_error_of_the_effective_dimension_covers_the_truth(operator, eigenvalues, calibrated):
-    truth = (eigenvalues.abs() / (eigenvalues.abs() + 0.1)).sum()
-    calibrated(lambda seed: effective_dimension(operator, 0.1, seed=seed, chunk=8), truth)
+SMALL = {
+    "indefinite": [(-1) ** i * (1 + i % 3) / (1 + i) ** 1.5 for i in range(16)],
+    "flat": torch.linspace(-1, 2, 16).tolist(),
+    "rank-deficient": [2 ** (-i / 3) * (-1) ** (i % 3) if i < 9 else 0 for i in range(16)],
+}
 
 
-def test_the_error_of_the_effective_rank_covers_the_truth(operator, eigenvalues, calibrated):
-    p = eigenvalues.abs() / eigenvalues.abs().sum()
-    truth = torch.exp(-torch.special.xlogy(p, p).sum())
-    calibrated(lambda seed: effective_rank(operator, seed=seed, chunk=8), truth)
+@lru_cache
+def densities(name):
+    """One a seed, for all of the quantities below."""
+    H = from_spectrum(SMALL[name])
+    return [density(H, seed=seed, chunk=8) for seed in range(300)]
 
 
-@pytest.mark.parametrize("name", ["indefinite", "flat", "rank-deficient"])
-@pytest.mark.parametrize("by", ["curvature", "count"])
-def test_the_error_of_the_negative_fraction_covers_the_truth(name, by, calibrated):
-    H = from_spectrum(SPECTRA[name])
-    values = torch.linalg.eigvalsh(H.matrix)
-    negative = values < -1e-6 * values.abs().max()
-    weights = values.abs() if by == "curvature" else torch.ones(40, dtype=torch.float64)
-    truth = weights[negative].sum() / weights.sum()
-    calibrated(lambda seed: negative_fraction(H, by, seed=seed, chunk=8), truth)
+def quantities(name):
+    """What is estimated from a density, and the truth."""
+    values = torch.tensor(SMALL[name], dtype=torch.float64)
+    sizes = values.abs()
+    negative = values < 0
+    p = sizes / sizes.sum()
+    return {
+        "dimension": (lambda d: effective_dimension(d, 0.1), (sizes / (sizes + 0.1)).sum()),
+        "rank": (effective_rank, torch.exp(-torch.special.xlogy(p, p).sum())),
+        "curvature": (negative_fraction, sizes[negative].sum() / sizes.sum()),
+        "count": (lambda d: negative_fraction(d, by="count"), negative.double().mean()),
+    }
+
+
+@pytest.mark.parametrize("quantity", list(quantities("flat")))
+@pytest.mark.parametrize("name", list(SMALL))
+def test_errors_cover_the_truth(name, quantity, calibrated):
+    estimate, truth = quantities(name)[quantity]
+    calibrated(lambda seed: estimate(densities(name)[seed]), truth)
 
 
 def test_equal_eigenvalues_have_their_number_as_rank():

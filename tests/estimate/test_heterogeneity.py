@@ -9,8 +9,8 @@ from curvlens.estimate.heterogeneity import divergence
 from curvlens.structured import Dense
 from spectra import SPECTRA, from_spectrum
 
-SHAPES = {"query": (4, 3), "key": (20,), "norm": (8,)}
-SPECTRUM = [3 * math.cos(i) * (0.9**i) + 0.5 for i in range(40)]
+SHAPES = {"query": (2, 3), "key": (7,), "norm": (5,)}
+SPECTRUM = [3 * math.cos(i) * (0.9**i) + 0.5 for i in range(18)]
 SUPPORT = Support(-6, 6, bins=40, relative_width=0.05)
 
 

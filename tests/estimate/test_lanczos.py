@@ -192,6 +192,8 @@ def test_an_interrupt_returns_what_there_is_and_the_run_goes_on(tmp_path):
     finished = eigsh(H, k=5, checkpoint=path)
     assert torch.equal(finished.vectors, whole.vectors)
     assert finished.converged
+    assert finished.products == whole.products
+    assert eigsh(H, k=5, checkpoint=path).products == whole.products
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

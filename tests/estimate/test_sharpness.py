@@ -148,7 +148,7 @@ def test_groups_with_their_own_learning_rates(setting):
     groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.02}]
     optimizer = torch.optim.SGD(groups, lr=1.0)
     result = sharpness(H, optimizer, names=names_of(model), tol=1e-8)
-    rates = flat(H, torch.full((3, 4), 0.1).double(), torch.full((5,), 0.02).double())
+    rates = flat(H, torch.full((3, 4), 0.1, dtype=torch.float64), torch.full((5,), 0.02, dtype=torch.float64))
     # the step is diag(rates) g: stable while the largest eigenvalue of diag(rates) H is below 2
     largest = torch.linalg.eigvals(rates[:, None] * H.matrix).real.max().item()
     assert result.ratio == pytest.approx(largest / 2, rel=1e-9)
@@ -185,7 +185,7 @@ def test_what_cannot_be_preconditioned_is_refused(setting):
     ):
         sharpness(H, torch.optim.Adagrad(model.parameters()), names=names)
     if hasattr(torch.optim, "Muon"):
-        with pytest.raises(TypeError, match=r"got Muon .its state holds no P|got Muon .it makes"):
+        with pytest.raises(TypeError, match="got Muon"):
             sharpness(H, torch.optim.Muon([model.weight]), names=names)
     groups = [{"params": [model.weight], "momentum": 0.5}, {"params": [model.bias], "momentum": 0.9}]
     with pytest.raises(ValueError, match="same momentum in all"):

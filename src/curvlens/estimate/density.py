@@ -195,8 +195,8 @@ def common_support(
 
 def density(
     H: Operator,
-    samples: int = 8,
-    steps: int = 40,
+    samples: int = 10,
+    steps: int = 32,
     seed: int = 0,
     chunk: int = 2,
     **budget: Any,
@@ -210,8 +210,8 @@ def density(
 
 def block_densities(
     H: Operator,
-    samples: int = 8,
-    steps: int = 40,
+    samples: int = 10,
+    steps: int = 32,
     seed: int = 0,
     chunk: int = 2,
     decoupled: bool = False,

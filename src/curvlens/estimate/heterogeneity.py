@@ -88,7 +88,7 @@ def _jensen_shannon(masses: Tensor, root: bool) -> tuple[Tensor, Tensor]:
         found = torch.stack([divergence(row, mean) for row in mean])
         return found.sqrt() if root else found
 
-    value, error = jackknife(masses, pairs)
+    value, error = jackknife(masses, pairs, curved=True)
     ceiling = torch.log(torch.tensor(2.0, dtype=torch.float64))
     value = value.clamp(min=0).minimum(ceiling.sqrt() if root else ceiling)
     value, error = (value + value.T) / 2, (error + error.T) / 2

@@ -42,11 +42,14 @@ def mean_and_error(values: Tensor) -> tuple[Tensor, Tensor]:
     return mean, torch.where(count > 1, error, math.inf)
 
 
-def jackknife(values: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def jackknife(
+    values: Tensor, function: Callable[[Tensor], Tensor], curved: bool = False
+) -> tuple[Tensor, Tensor]:
     """`function` of the mean of samples `[m, ...]`, its first-order bias removed, with its error.
 
     With `f_i` the function without sample i: value `m f - (m - 1) mean f_i`, variance
-    `(m - 1)/m sum (f_i - mean f_i)^2` (Quenouille, Tukey), times Student's factor.
+    `(m - 1)/m sum (f_i - mean f_i)^2` (Quenouille, Tukey), times Student's factor. That counts the variance of a
+    quadratic function twice; `curved` takes it out once by the pairs left out (Efron, Stein 1981, section 5).
     """
     m = len(values)
     mean = values.mean(0)
@@ -55,8 +58,17 @@ def jackknife(values: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Ten
         return whole, torch.full_like(whole, math.inf)
     without = torch.stack([function(mean + (mean - value) / (m - 1)) for value in values])
     centre = without.mean(0)
-    error = ((m - 1) / m * (without - centre).square().sum(0)).sqrt() * student(m)
-    return m * whole - (m - 1) * centre, error
+    variance = (m - 1) / m * (without - centre).square().sum(0)
+    if curved and m > 3:
+        changes = []
+        for i in range(m):
+            for j in range(i):
+                both = function(mean + (2 * mean - values[i] - values[j]) / (m - 2))
+                changes.append(m * whole - (m - 1) * (without[i] + without[j]) + (m - 2) * both)
+        second = torch.stack(changes)
+        twice = (second - second.mean(0)).square().sum(0) / (m * (m - 1))
+        variance = torch.maximum(variance - twice, variance / 2)  # half of it for a function purely quadratic
+    return m * whole - (m - 1) * centre, variance.sqrt() * student(m)
 
 
 @dataclass(frozen=True, repr=False)

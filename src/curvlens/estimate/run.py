@@ -7,9 +7,9 @@ The first Ctrl-C ends the estimation at the next step and the partial result is 
 
 The state file is replaced atomically, so at every instant it is a complete earlier state: a run that is killed
 and started again with the same arguments goes on from there, and ends with the digits of an undisturbed run.
-Saving takes at most a twentieth of the time (`SAVE_INTERVAL`). A
-finished run that is started again returns its result without a product; with more samples or a smaller tolerance
-it goes on. The operator itself is not stored: give the same.
+Saving takes at most a twentieth of the time (`SAVE_INTERVAL`). A finished run that is started again returns its
+result without a product; with more samples or a smaller tolerance it goes on. The operator itself is not stored:
+give the same.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Run:
         self._progress = _bar(what, progress)
         self._started = time.monotonic()
         self._next_save = 0.0
+        self._counted = 0  # products at the latest step: what comes after is done again
         self._unsaved: Callable[[], Mapping[str, Any]] | None = None
         self._interrupted = False
         self._handler: Any = None
@@ -105,7 +106,7 @@ class Run:
         value: str = "",
     ) -> None:
         """After each step: show progress, and save the state when that costs little of the time."""
-        self._unsaved = state
+        self._unsaved, self._counted = state, self.products
         if self._progress is not None:
             total = total if self.max_products is None else min(total or self.max_products, self.max_products)
             self._progress.update(completed=self.products, total=total, value=value)
@@ -117,7 +118,7 @@ class Run:
             return
         begun = time.monotonic()
         temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
-        content = {"identity": self.identity, "products": self.products, "state": dict(self._unsaved())}
+        content = {"identity": self.identity, "products": self._counted, "state": dict(self._unsaved())}
         try:
             with open(temporary, "wb") as file:
                 torch.save(content, file)

@@ -11,20 +11,38 @@ from torch import Tensor
 
 from curvlens.blocks import Blocks
 
+PIECE = (
+    1 << 14
+)  # entries that are summed in the vectors' dtype: long float32 sums lose digits, 2e-4 at 4.5 million
+
+
+def _pieces(a: Tensor) -> list[Tensor]:
+    """A stack as views `[q, K, PIECE]` and `[1, K, rest]`."""
+    whole = a.shape[1] // PIECE * PIECE
+    return [a[:, :whole].unflatten(1, (-1, PIECE)).transpose(0, 1), a[:, whole:][None]]
+
 
 def gram(a: Tensor, b: Tensor) -> Tensor:
-    """All inner products `[Ka, Kb]` of two stacks, float64 on the CPU."""
-    return (a @ b.T).to("cpu", torch.float64)
+    """All inner products `[Ka, Kb]` of two stacks, float64 on the CPU; summed in float64 over pieces."""
+    parts = [(x @ y.mT).double().sum(0) for x, y in zip(_pieces(a), _pieces(b), strict=True)]
+    return (parts[0] + parts[1]).cpu()
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
     """The inner products `[K]` of the rows of two stacks, float64 on the CPU."""
-    return torch.linalg.vecdot(a, b).to("cpu", torch.float64)
+    return (
+        torch.stack([gram(x[None], y[None])[0, 0] for x, y in zip(a, b, strict=True)]) if len(a) else _none()
+    )
 
 
 def norm(a: Tensor) -> Tensor:
     """The Euclidean norms `[K]` of the rows, float64 on the CPU."""
-    return torch.linalg.vector_norm(a, dim=-1).to("cpu", torch.float64)
+    parts = [torch.linalg.vector_norm(x, dim=-1).double().square().sum(0) for x in _pieces(a)]
+    return (parts[0] + parts[1]).sqrt().cpu()
+
+
+def _none() -> Tensor:
+    return torch.empty(0, dtype=torch.float64)
 
 
 def combine(coefficients: Tensor, a: Tensor) -> Tensor:

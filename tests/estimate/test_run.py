@@ -1,0 +1,93 @@
+import io
+import sys
+
+import pytest
+import torch
+
+from curvlens.estimate import frobenius, trace
+from curvlens.estimate.run import Run
+from spectra import SPECTRA, from_spectrum
+
+H = from_spectrum(SPECTRA["flat"])
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    trace(H, samples=4, method="hutchinson")
+    assert "products" in terminal.getvalue()
+    pipe = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", pipe)
+    trace(H, samples=4, method="hutchinson")
+    assert pipe.getvalue() == ""
+    assert capsys.readouterr().out == ""  # results of a program go there, progress never
+
+
+def test_progress_can_be_silenced(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    trace(H, samples=4, method="hutchinson", progress=False)
+    assert terminal.getvalue() == ""
+
+
+def test_a_finished_run_costs_nothing_again_and_goes_on_with_more_samples(tmp_path):
+    path = tmp_path / "state"
+    first = frobenius(H, samples=8, checkpoint=path)
+
+    class Untouchable(type(H)):
+        def apply(self, stack):
+            raise AssertionError("no product is needed")
+
+    again = frobenius(Untouchable(H.matrix), samples=8, checkpoint=path)
+    assert vars(again) == vars(first)
+    more = frobenius(H, samples=12, checkpoint=path)
+    assert more.products == 12
+    assert more.value == frobenius(H, samples=12).value
+
+
+def test_a_state_is_replaced_whole(tmp_path, monkeypatch):
+    """A failure while saving leaves the earlier state, and no litter."""
+    path = tmp_path / "state"
+    frobenius(H, samples=4, checkpoint=path)
+    before = path.read_bytes()
+
+    def broken(content, file):
+        file.write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", broken)
+    with pytest.raises(OSError, match="disk full"):
+        frobenius(H, samples=8, checkpoint=path)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["state"]
+
+
+def test_a_state_of_another_seed_is_refused(tmp_path):
+    path = tmp_path / "state"
+    frobenius(H, samples=4, checkpoint=path)
+    with pytest.raises(ValueError, match=r"another run.*'seed': \(1, 0\)"):
+        frobenius(H, samples=4, seed=1, checkpoint=path)
+
+
+def test_saving_takes_a_small_part_of_the_time(tmp_path, monkeypatch):
+    saves = []
+    monkeypatch.setattr(Run, "_save", lambda self: saves.append(setattr(self, "_next_save", 1e18)))
+    frobenius(H, samples=40, chunk=1, checkpoint=tmp_path / "state")
+    assert len(saves) == 2  # the first step, and the end
+
+
+def test_minutes_are_a_budget():
+    result = frobenius(H, samples=10**6, max_minutes=0.5 / 60)
+    assert result.stopped == "max_minutes"
+    assert 0 < result.samples < 10**6
+
+
+def test_an_unknown_budget_is_refused():
+    with pytest.raises(TypeError, match="max_hours"):
+        trace(H, max_hours=1)
