@@ -88,12 +88,14 @@ class Operator(ABC):
         """The trace, exact, by one product a column; `cl.trace` estimates it from fewer."""
         self._require_square("trace")
         chunks = self._columns("trace")
-        parts = [images[:, start : start + len(images)].diagonal().sum() for start, images in chunks]
-        return torch.stack(parts).sum()
+        parts = [images[:, start : start + len(images)].diagonal().double().sum() for start, images in chunks]
+        return torch.stack(parts).sum().to(self.dtype)
 
     def frobenius(self) -> Tensor:
         """`‖A‖_F`, exact, by one product a column, without the matrix; `cl.frobenius` estimates it from fewer."""
-        return torch.stack([images.norm() for _, images in self._columns("Frobenius norm")]).norm()
+        # in float64: one float32 sum of millions of squares loses digits
+        parts = [images.double().norm() for _, images in self._columns("Frobenius norm")]
+        return torch.stack(parts).norm().to(self.dtype)
 
     def _columns(self, what: str) -> Iterator[tuple[int, Tensor]]:
         """Images of the unit vectors, a chunk at a time: `(first column, [chunk, rows])`; a bar if it takes long."""
