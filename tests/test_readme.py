@@ -36,12 +36,14 @@ def gpt2_folder(tmp_path, monkeypatch):
 
 
 def test_ten_lines(gpt2_folder, capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    code, more = re.findall(r"```python\n(.*?)```", README, re.S)
     assert len(code.strip().splitlines()) <= 11
     found = {}
     exec(code, found)
     land, model = found["land"], found["model"]
     lines = dict(line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
+    exec(more, found)
+    assert "layer.1" in capsys.readouterr().out
     assert set(lines) == {
         "layer.0.attn.query", "layer.0.attn.value", "layer.0.attn.query.head.3", "layer.0.attn.value.head.3"
     }  # fmt: skip
