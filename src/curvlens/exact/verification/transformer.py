@@ -119,6 +119,11 @@ def theorem_2(draw: Draw) -> Iterator[Check]:
                 lambda: torch.block_diag(*layer.row_jacobians(X)),
                 lambda: autodiff.first(f, X),
             )
+            yield Equal(
+                f"L = {L}, d = {d}, {case}, by products",
+                lambda: layer.jacobian(X).block("output", "input").dense(),
+                lambda: autodiff.first(f, X),
+            )
 
 
 @claim("B", "Theorem 3", "the Hessian of LayerNorm")
