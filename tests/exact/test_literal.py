@@ -35,6 +35,14 @@ def test_kronecker_products():
     close(vec(A), kron(A, eye(3)) @ vec(eye(3)))  # 13
 
 
+def test_kronecker_products_of_one_row_or_column():
+    a, B = randn(1, 3), randn(3, 3, seed=1)
+    for x in (a, a.T, a.T.contiguous().T, B[:, :1], B[:1]):
+        for y in (B, B.T, a, a.T, B[:, :1]):
+            expected = torch.cat([torch.cat([entry * y for entry in row], 1) for row in x])
+            close(kron(x, y), expected, 0)
+
+
 def test_block_diagonal_times_kronecker_product():
     A, B, C = [randn(2, 3, seed=i) for i in range(4)], randn(4, 5, seed=5), randn(3, 2, seed=6)
     product = torch.block_diag(*A) @ kron(B, C)

@@ -151,3 +151,16 @@ def test_messages():
     # nothing of the matrix's size is needed for these
     close(huge.frobenius(), torch.tensor(4000.0**2), 1e-5)
     assert huge.apply(torch.ones(1, 16_000_000)).shape == (1, 16_000_000)
+
+
+def test_spectral_bound_of_factors_near_underflow():
+    """Moments of nearly one-hot attention: a quotient of norms overflows, the bound must not."""
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(3, 2, 2, generator=g, dtype=torch.float64) for _ in range(2))
+    sizes = torch.tensor([1.0, 1e-310, 1e-200], dtype=torch.float64)[:, None, None]
+    for x, y in ((sizes * a, b), (a, sizes * b), (1e-310 * a, b), (0 * a, b)):
+        H = KroneckerSum.of([Term(Full(x), Full(y), False)])
+        bound, norm = float(H.spectral_bound()), float(torch.linalg.matrix_norm(H.dense(), ord=2))
+        # 1e-14: rounding of the norms; 1e-320: numbers below 1e-308 have few digits
+        assert norm <= bound * (1 + 1e-14) + 1e-320
+        assert bound <= 10 * norm + 1e-320

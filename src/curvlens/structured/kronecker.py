@@ -355,20 +355,18 @@ def _inner(x: KroneckerSum, y: KroneckerSum) -> tuple[Tensor, Tensor]:
 def _spectral_bound(a: Tensor, b: Tensor) -> Tensor:
     norm = torch.linalg.matrix_norm
     size_a, size_b = norm(a, ord=2), norm(b, ord=2)
-    products = size_a * size_b
-    bounds = [products.sum()]
-    # tokens whose share is rounding are bounded by themselves: to balance factors near 1e-300 would overflow
-    keep = products > torch.finfo(a.dtype).eps * bounds[0]
-    rest = products[~keep].sum()
-    balance = (size_b[keep] / size_a[keep]).sqrt()[:, None, None]
+    bounds = [(size_a * size_b).sum()]
+    keep = (size_a > 0) & (size_b > 0)
+    # a quotient of roots: nearly one-hot attention has moments near 1e-310, whose reciprocals overflow
+    balance = (size_b[keep].sqrt() / size_a[keep].sqrt())[:, None, None]
     x, y = a[keep] * balance, b[keep] / balance
 
     def mixed(x: Tensor, y: Tensor) -> Tensor:
         rows = torch.einsum("nmp,nkp->mk", x, x)
         columns = torch.einsum("nrq,nrk->qk", y, y)
-        return (norm(rows, ord=2) * norm(columns, ord=2)).sqrt()
+        return norm(rows, ord=2).sqrt() * norm(columns, ord=2).sqrt()
 
-    bounds += [mixed(x, y) + rest, mixed(x.mT, y.mT) + rest]
+    bounds += [mixed(x, y), mixed(x.mT, y.mT)]
     if _semidefinite(a) and _semidefinite(b):
         bounds += [norm(torch.einsum("n,nmp->mp", size_b, a), ord=2)]
         bounds += [norm(torch.einsum("n,nrq->rq", size_a, b), ord=2)]

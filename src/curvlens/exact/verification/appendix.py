@@ -13,7 +13,7 @@ from curvlens.exact.attention_jet import AttentionLayer
 from curvlens.exact.literal import commutation, khatri_rao, kron, rows_of, vec
 from curvlens.exact.verification import autodiff
 from curvlens.exact.verification.claims import Check, Equal, claim
-from curvlens.exact.verification.problems import Draw, attentions, eye
+from curvlens.exact.verification.problems import Draw, attentions, eye, large
 
 
 def column(x: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def softmax_maps(draw: Draw) -> Iterator[tuple[str, Tensor]]:
     for L in (1, 2, 3, 4):
         yield f"L = {L}", draw(L, L)
     yield "uniform", torch.zeros(3, 3, dtype=torch.float64)
-    yield "large logits", 10 * draw(3, 3)
+    yield "large logits", large(draw(3, 3))
 
 
 def rows_softmax(L: int):  # type: ignore[no-untyped-def]
@@ -207,7 +207,7 @@ def softmax_of_two(draw: Draw) -> Iterator[Check]:
 )
 def moments_in_Z(draw: Draw) -> Iterator[Check]:
     cases = [(f"L = {L}, d = {d}", draw(L, L), draw(L, d)) for L, d in ((1, 2), (3, 2), (4, 3))]
-    cases += [("large logits", 10 * draw(3, 3), draw(3, 2)), ("uniform", 0 * draw(3, 3), draw(3, 2))]
+    cases += [("large logits", large(draw(3, 3)), draw(3, 2)), ("uniform", 0 * draw(3, 3), draw(3, 2))]
     for case, T, X in cases:
         L, d = X.shape
 

@@ -189,11 +189,11 @@ def equation_21(draw: Draw) -> Iterator[Check]:
 @claim("A", "Definition 3.1", "attention moments")
 def definition_31(draw: Draw) -> Iterator[Check]:
     for case, factor in (("random", 1.0), ("uniform", 0.0), ("large logits", 10.0)):
-        A, X = autodiff.softmax(factor * draw(4, 4)), draw(4, 3)
+        A, X, w = autodiff.softmax(factor * draw(4, 4)), draw(4, 3), draw(4, 3)
 
         def closed() -> dict[str, Tensor]:
             m = exact.moments(A, X)
-            return {"M1": m.first, "M2": m.second, "M3": m.third}
+            return {"M1": m.first, "M2": m.second, "M3": m.third, "M3[w]": m.contracted(w)}
 
         def summed() -> dict[str, Tensor]:
             c = X[None] - (A @ X)[:, None]
@@ -201,6 +201,7 @@ def definition_31(draw: Draw) -> Iterator[Check]:
                 "M1": torch.einsum("ij,ja->ia", A, X),
                 "M2": torch.einsum("ij,ija,ijb->iab", A, c, c),
                 "M3": torch.einsum("ij,ija,ijb,ijc->iabc", A, c, c, c),
+                "M3[w]": torch.einsum("ij,ija,ijb,ijc,ia->ibc", A, c, c, c, w),
             }
 
         yield Equal(case, closed, summed)

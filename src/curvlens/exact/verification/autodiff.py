@@ -154,23 +154,32 @@ def norm(X: Tensor, weight: Tensor | float, bias: Tensor | float, eps: float, ce
     return weight * m / (m.square().mean(-1, keepdim=True) + eps).sqrt() + bias
 
 
-def block(W: Weights, X: Tensor, placement: str, count: int, activation: str, eps: float) -> Tensor:
-    """A Transformer block, "pre", "post" or "none"."""
+def steps(
+    W: Weights, placement: str, count: int, activation: str, eps: float
+) -> dict[str, Callable[[Tensor], Tensor]]:
+    """The sublayers of a Transformer block, one after the other: norms "pre", "post" or "none"."""
 
     def normed(x: Tensor, name: str) -> Tensor:
         return norm(x, W[name], W[f"{name}.bias"], eps)
 
     def attn(x: Tensor) -> Tensor:
-        return heads(W, x, count, "attn.")
+        return x + heads(W, normed(x, "norm1") if placement == "pre" else x, count, "attn.")
 
     def mlp(x: Tensor) -> Tensor:
-        return feed_forward(W, x, activation, "mlp.")
+        return x + feed_forward(W, normed(x, "norm2") if placement == "pre" else x, activation, "mlp.")
 
-    if placement == "none":
-        Y = X + attn(X)
-        return Y + mlp(Y)
-    if placement == "pre":
-        Y = X + attn(normed(X, "norm1"))
-        return Y + mlp(normed(Y, "norm2"))
-    Y = normed(X + attn(X), "norm1")
-    return normed(Y + mlp(Y), "norm2")
+    if placement != "post":
+        return {"attn": attn, "mlp": mlp}
+    return {
+        "attn": attn,
+        "norm1": lambda x: normed(x, "norm1"),
+        "mlp": mlp,
+        "norm2": lambda x: normed(x, "norm2"),
+    }
+
+
+def block(W: Weights, X: Tensor, placement: str, count: int, activation: str, eps: float) -> Tensor:
+    """A Transformer block."""
+    for step in steps(W, placement, count, activation, eps).values():
+        X = step(X)
+    return X

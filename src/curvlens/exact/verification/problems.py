@@ -17,6 +17,11 @@ def eye(n: int) -> Tensor:
     return torch.eye(n, dtype=torch.float64)
 
 
+def large(T: Tensor) -> Tensor:
+    """Scores scaled so that the largest is 6: weights in a row up to e¹² apart."""
+    return 6 / T.abs().max() * T
+
+
 class Draw:
     """Float64 normal numbers and small integers from a seed."""
 
@@ -55,9 +60,13 @@ class Attention:
 
 
 def attention(draw: Draw, case: str, L: int, d: int, k: int, v: int, **made: Any) -> Attention:
-    """Of `L` tokens of width `d`, keys of width `k`, `v` outputs."""
+    """Of `L` tokens of width `d`, keys of width `k`, `v` outputs; weights of size `1/√d`, so logits of size 1.
+
+    Where rows come near a unit vector, autodiff of softmax loses the digits by which they differ from it: with a second
+    weight of 1e-6, ten of sixteen. Larger logits would test autodiff's rounding and not the closed form.
+    """
     W = {"query": draw(d, k), "key": draw(d, k), "value": draw(d, v)}
-    return Attention(case, W, draw(L, d), draw(L, v), **made)
+    return Attention(case, {name: w / d**0.5 for name, w in W.items()}, draw(L, d), draw(L, v), **made)
 
 
 def attentions(draw: Draw, square: bool = False) -> Iterator[Attention]:
@@ -73,10 +82,15 @@ def attentions(draw: Draw, square: bool = False) -> Iterator[Attention]:
     for case, (L, d, k, v) in shapes.items():
         yield attention(draw, case, L, d, k, d if square else v)
     yield attention(draw, "L = 1", 1, 3, 2, 3 if square else 2, edge=True)
-    uniform = attention(draw, "uniform attention", 4, 3, 2, 3 if square else 4, edge=True)
-    yield _scaled(uniform, key=0.0)
-    yield _scaled(attention(draw, "large logits", 4, 3, 2, 3, edge=True), query=8.0)
+    yield _scaled(attention(draw, "uniform attention", 4, 3, 2, 3 if square else 4, edge=True), key=0.0)
+    yield large_logits(draw)
     yield one_hot(draw)
+
+
+def large_logits(draw: Draw) -> Attention:
+    """See `large`."""
+    p = attention(draw, "large logits", 4, 3, 2, 3, edge=True)
+    return _scaled(p, query=6 / float(autodiff.scores(p.W, p.X).abs().max()))
 
 
 def one_hot(draw: Draw) -> Attention:

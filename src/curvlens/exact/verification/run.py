@@ -142,6 +142,11 @@ def verify(seed: int = 0, claims: str = "*", *, progress: bool = True) -> Verifi
             f"expected a pattern of claims such as 'A Theorem 3.1', 'Lemma*' or 'B *', got {claims!r}, which matches "
             f"none of {len(CLAIMS)}; '*' checks all"
         )
+    with torch.device("cpu"):
+        return _verify(chosen, seed, progress)
+
+
+def _verify(chosen: list[Claim], seed: int, progress: bool) -> Verification:
     autodiff.first(autodiff.softmax, torch.zeros(2, 2))  # torch loads much at its first derivative: not timed
     start, done = time.perf_counter(), []
     with contextlib.suppress(KeyboardInterrupt), Progress("claims", len(chosen)) as bar:

@@ -36,16 +36,17 @@ Placement = Literal["pre", "post", "none"]
 def theorem_1(draw: Draw) -> Iterator[Check]:
     for p in attentions(draw):
         for scale in (0.1, 1.0, 10.0):
-            X = scale * p.X
-            f, loss = partial(autodiff.attention, X=X), p.loss
+            # at the same attention map, where autodiff keeps its digits
+            W, X = {**p.W, "query": p.W["query"] / scale**2}, scale * p.X
+            layer = exact.SelfAttention(*W.values())
             for kind in ("norms", "kronecker"):
 
                 def bound() -> Tensor:
-                    found = exact.bounds(p.layer(), X, p.Y, largest=0)
+                    found = exact.bounds(layer, X, p.Y, largest=0)
                     return floats([getattr(b, kind) for b in found])
 
                 def true() -> Tensor:
-                    return spectral_norms(f, p.W, loss)
+                    return spectral_norms(partial(autodiff.attention, X=X), W, p.loss)
 
                 yield Bound(f"{p.case}, tokens x {scale}, by {kind}", bound, true)
     yield from unit_bound_is_exceeded()
@@ -116,6 +117,11 @@ def theorem_2(draw: Draw) -> Iterator[Check]:
             yield Equal(
                 f"L = {L}, d = {d}, {case}",
                 lambda: torch.block_diag(*layer.row_jacobians(X)),
+                lambda: autodiff.first(f, X),
+            )
+            yield Equal(
+                f"L = {L}, d = {d}, {case}, by products",
+                lambda: layer.jacobian(X).block("output", "input").dense(),
                 lambda: autodiff.first(f, X),
             )
 
@@ -322,31 +328,49 @@ def printed_block(layer: exact.TransformerBlock, X: Tensor, g: Tensor) -> autodi
 
 @claim("B", "Section 5", "curvature passed down and created, sublayer by sublayer")
 def section_5(draw: Draw) -> Iterator[Check]:
-    """At every sublayer's input, `∂²ℓ/∂x² = Jᵀ Γ J + Σ g ∂²f`: its trace and norm beside the loss's own Hessian."""
+    """At every sublayer's input `∂²ℓ/∂x² = Jᵀ Γ J + Σ g ∂²f`: trace, norm and extreme eigenvalues of all three."""
     for case, layer, f, X, Y in blocks(draw):
-        if not case.startswith(("pre", "none")):
-            continue
 
         def closed() -> dict[str, Tensor]:
-            found = exact.propagation(layer, (X, Y))
-            extents = {step.name: step.total for step in found.sublayers}
-            return {name: floats(astuple(e)) for name, e in extents.items()}
+            sublayers = exact.propagation(layer, (X, Y)).sublayers
+            parts = ("total", "passed", "created")
+            return {
+                f"{s.name} {part}": floats(astuple(getattr(s, part))) for s in sublayers for part in parts
+            }
 
         def derived() -> dict[str, Tensor]:
-            W = layer.weights
-            silent = {**W, "mlp.down": 0 * W["mlp.down"]}
-            idle = {**W, "attn.out": 0 * W["attn.out"]}
-            middle = f(silent, X=X)  # the block without its feed-forward sublayer: that sublayer's input
-            return {
-                "attn": extent(lambda x: autodiff.mse(f(W, X=x), Y), X),
-                "mlp": extent(lambda x: autodiff.mse(f(idle, X=x), Y), middle),
-            }
+            found: dict[str, Tensor] = {}
+            steps, x = autodiff.steps(layer.weights, **f.keywords), X
+            for i, (name, step) in enumerate(steps.items()):
+                here, above = list(steps.values())[i:], list(steps.values())[i + 1 :]
+                z, J = step(x), autodiff.first(step, x)
+                g = torch.func.grad(loss_above(above, Y))(z)
+                found[f"{name} total"] = extent(curvature(loss_above(here, Y), x))
+                found[f"{name} passed"] = extent(J.T @ curvature(loss_above(above, Y), z) @ J)
+                found[f"{name} created"] = extent(curvature(lambda x: (g * step(x)).sum(), x))
+                x = z
+            return found
 
         yield Equal(case, closed, derived)
 
 
-def extent(loss: autodiff.Loss, x: Tensor) -> Tensor:
-    H = autodiff.second(lambda v: loss(v.view_as(x)), x.flatten())
+def loss_above(steps: list[autodiff.Loss], Y: Tensor) -> autodiff.Loss:
+    """The square loss as a function of the input of these steps."""
+
+    def loss(x: Tensor) -> Tensor:
+        for step in steps:
+            x = step(x)
+        return autodiff.mse(x, Y)
+
+    return loss
+
+
+def curvature(loss: autodiff.Loss, x: Tensor) -> Tensor:
+    return autodiff.second(lambda v: loss(v.view_as(x)), x.flatten())
+
+
+def extent(H: Tensor) -> Tensor:
+    """As `exact.propagation` tells it."""
     values = torch.linalg.eigvalsh(H)
     return torch.stack([H.trace(), H.norm(), values[0], values[-1]])
 
@@ -363,13 +387,15 @@ def theorem_6(draw: Draw) -> Iterator[Check]:
 
             def bound() -> Tensor:
                 found = exact.block_bounds(layer, scale * X, Y, true=False)
-                return torch.cat([found.total.flatten(), found.whole[None]])
+                tables = torch.stack([found.outer, found.functional, found.total])
+                return torch.cat([tables.flatten(), found.whole[None]])
 
             def true() -> Tensor:
-                W = layer.weights
-                H = autodiff.total(partial(f, X=scale * X), W, partial(autodiff.mse, Y=Y))
-                return torch.stack(
-                    [norm(block) for block in H.values()] + [norm(autodiff.matrix(H, list(W)))]
-                )
+                at, loss = partial(f, X=scale * X), partial(autodiff.mse, Y=Y)
+                parts = [
+                    p(at, layer.weights, loss) for p in (autodiff.outer, autodiff.functional, autodiff.total)
+                ]
+                whole = autodiff.matrix(parts[-1], list(layer.weights))
+                return torch.stack([norm(block) for H in parts for block in H.values()] + [norm(whole)])
 
             yield Bound(f"{case}, tokens x {scale}", bound, true)
