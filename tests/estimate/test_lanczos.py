@@ -228,7 +228,9 @@ def test_sigkill_loses_nothing(tmp_path):
     """)
     path = tmp_path / "state"
     here = os.path.dirname(__file__)
-    done = subprocess.run([sys.executable, "-c", script, here, str(path)], check=False)
+    # as many threads as here: with another number, sums come in another order
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    done = subprocess.run([sys.executable, "-c", script, here, str(path)], check=False, env=environment)
     assert done.returncode == -signal.SIGKILL
     H = from_spectrum(TOP + BULK)
     finished, whole = eigsh(H, k=5, checkpoint=path), eigsh(H, k=5)
