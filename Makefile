@@ -43,7 +43,7 @@ bench: .venv/peers      ## measure the engines beside their peers on this machin
 
 docs: .venv/ready       ## build the pages under docs/ into site/
 	$(BIN)/python -m pip install -q -c constraints.txt mkdocs-material
-	$(BIN)/mkdocs build -q --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --strict
 
 clean:          ## remove what the targets made
 	rm -rf .venv site out build
