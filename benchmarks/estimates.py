@@ -66,6 +66,15 @@ def gpt2() -> Operator:
     return hessian(Landscape(model, [ids]))
 
 
+def peers(part: str) -> Iterator[tuple[str, int, str]]:
+    """Those that take a model and not its products alone: who, products, result."""
+    import estimate_peers
+    from contenders import PROBLEMS
+
+    if part == "eigenvalues":
+        yield from estimate_peers.eigenvalues(*PROBLEMS["like"].build())
+
+
 OPERATORS: dict[str, Callable[[], Operator]] = {"dense": dense, "gpt2": gpt2}
 
 
@@ -137,6 +146,12 @@ def main() -> None:
             print(*row, sep=" | ", flush=True)
             table.add_row(*row)
             started, H.count[0] = time.perf_counter(), 0
+        if settings.operator == "gpt2":
+            for who, products, result in peers(part):
+                row = (part, who, str(products), f"{time.perf_counter() - started:.1f}", result)
+                print(*row, sep=" | ", flush=True)
+                table.add_row(*row)
+                started = time.perf_counter()
     Console(width=160).print(table)
 
 
