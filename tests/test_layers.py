@@ -25,6 +25,7 @@ ORDER = [
     "estimate",
     "exact",
     "studies",
+    "report",
     "cli",
 ]
 

@@ -29,12 +29,14 @@ if TYPE_CHECKING:
     from curvlens.interop import as_curvlinops, from_curvlinops  # noqa: F401
     from curvlens.landscape import Landscape
     from curvlens.operator import Operator
+    from curvlens.report.analyze import analyze
 
 __version__ = "0.1.0"
 __all__ = [
     "Blocks",
     "Landscape",
     "Operator",
+    "analyze",
     "block_norms",
     "block_traces",
     "condition",
@@ -65,6 +67,7 @@ _HOMES = {
     "Operator": "operator",
     "as_curvlinops": "interop",  # not in __all__: curvlinops is optional
     "from_curvlinops": "interop",
+    "analyze": "report.analyze",
     "verify": "exact.verification",
     **dict.fromkeys(("fisher", "functional", "gauss_newton", "hessian"), "curvature"),
     **dict.fromkeys(
