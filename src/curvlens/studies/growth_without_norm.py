@@ -10,7 +10,7 @@ from typing import Any
 from curvlens.studies import plot as draw
 from curvlens.studies.embedding_scale import addition, embed, exponent, local_slopes, logarithmic, network
 from curvlens.studies.study import Config, Finding, Study, mean95, near, ratio
-from curvlens.studies.top_layer import top_layer
+from curvlens.studies.top_layer import of_network
 
 KINDS = ("query", "key", "value")
 PAIRS = tuple(combinations_with_replacement(KINDS, 2))
@@ -45,7 +45,7 @@ def measure(config: Growth, unit: str) -> dict[str, Any]:
     }
     for sigma in config.scales:
         embed(net, sigma, seed)
-        layer = top_layer(net, ids, labels)
+        layer = of_network(net, ids, labels)
         for part, blocks in norms.items():
             for name, values in blocks.items():
                 values.append(layer.norm(part, *name.split(",")))
