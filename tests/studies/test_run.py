@@ -150,7 +150,9 @@ def test_findings():
     assert near("x", 2.0, math.nan, 0.1, "").outcome == "undecided"
     assert ratio("x", 10.0, 19.0, 2.0, "").holds
     assert not ratio("x", 10.0, 4.9, 2.0, "").holds
-    assert between("x", "more than 1", (3.0, 5.0), 1.0, math.inf, "").holds
+    assert between("x", "more than 1", (3.0, 1.5), 1.0, math.inf, "").holds
+    assert between("x", "more than 1", (3.0, 5.0), 1.0, math.inf, "").outcome == "undecided"
+    assert between("x", "more than 1", (0.5, 0.1), 1.0, math.inf, "").outcome == "does not hold"
 
 
 def test_verdicts():

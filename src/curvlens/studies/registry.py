@@ -7,7 +7,14 @@ from importlib import import_module
 from curvlens.studies.study import Study
 
 MODULES = {
+    "A-1": "heat_map",
     "A-3a": "growth_without_norm",
+    "A-3b": "growth_pre_norm",
+    "A-4": "softmax_histogram",
+    "A-5": "growth_linear_axes",
+    "A-8": "linear_mlp",
+    "A-eq5": "growth_of_all_blocks",
+    "A-table1": "data_dependence",
 }
 
 

@@ -89,7 +89,7 @@ class Reproduction:
 
 def _lines(finding: Finding) -> list[str]:
     made = f"{shown(finding.ours, finding.error)}  (paper: {finding.paper})"
-    said = [f"    {finding.said}"] if finding.said and not finding.holds else []
+    said = [f"    {finding.said}"] if finding.said and finding.outcome == "does not hold" else []
     return [f"{finding.outcome:>13}  {finding.what}: {made}", *said]
 
 
