@@ -25,6 +25,7 @@ ORDER = [
     "interop",
     "estimate",
     "exact",
+    "studies",
     "cli",
 ]
 
