@@ -9,6 +9,7 @@ ROOT = Path(curvlens.__file__).parent
 # a room may use those above it
 ORDER = [
     "progress",
+    "kernels",
     "blocks",
     "operator",
     "structured",
@@ -24,6 +25,7 @@ ORDER = [
     "interop",
     "estimate",
     "exact",
+    "studies",
     "cli",
 ]
 
