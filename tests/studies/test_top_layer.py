@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from curvlens import Landscape, functional, gauss_newton, hessian
+from curvlens.structured.grid import frobenius
 from curvlens.studies.embedding_scale import addition, embed, exponent, local_slopes, network
 from curvlens.studies.top_layer import of_network
-from curvlens.structured.grid import frobenius
 
 
 @pytest.mark.parametrize("kind", [

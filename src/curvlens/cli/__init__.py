@@ -17,10 +17,11 @@ import typer
 
 import curvlens as package
 from curvlens.cli.exits import DONE, INCOMPLETE, INTERRUPTED, WRONG_INPUT, WrongInput, complain, one_line
+from curvlens.cli.reproduce import reproduce
 from curvlens.cli.verify import verify
 
 # in the order of the help
-COMMANDS: list[Callable[..., None]] = [verify]
+COMMANDS: list[Callable[..., None]] = [verify, reproduce]
 
 app = typer.Typer(
     name="curvlens",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from importlib import import_module
 
 from curvlens.studies.study import Study
@@ -21,6 +22,14 @@ MODULES = {
 def names() -> tuple[str, ...]:
     """All studies, paper A first."""
     return tuple(MODULES)
+
+
+def matching(pattern: str) -> tuple[str, ...]:
+    """All studies for "all", else those of a name or a shell pattern."""
+    found = names() if pattern == "all" else tuple(name for name in MODULES if fnmatchcase(name, pattern))
+    if not found:
+        raise ValueError(f"expected 'all' or a study among {', '.join(MODULES)}, got {pattern!r}")
+    return found
 
 
 def module(name: str) -> str:
