@@ -24,6 +24,7 @@ ORDER = [
     "interop",
     "estimate",
     "exact",
+    "studies",
     "cli",
 ]
 

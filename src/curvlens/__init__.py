@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from curvlens import exact, losses
+    from curvlens import exact, losses, studies
     from curvlens.blocks import Blocks
     from curvlens.curvature import fisher, functional, gauss_newton, hessian
     from curvlens.estimate import (
@@ -53,6 +53,7 @@ __all__ = [
     "losses",
     "negative_fraction",
     "sharpness",
+    "studies",
     "trace",
     "verify",
 ]
