@@ -16,6 +16,7 @@ ORDER = [
     "batches",
     "nets",
     "digits",
+    "grammar",
     "families",
     "guards",
     "landscape",
@@ -24,6 +25,7 @@ ORDER = [
     "interop",
     "estimate",
     "exact",
+    "scaling",
     "studies",
     "cli",
 ]

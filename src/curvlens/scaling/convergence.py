@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ LADDER_DRAWS = 8
 class Constants:
     """What bounds the differences: `ℒ`, `G` and `M` over the samples, at θ."""
 
-    loss: float  # the largest loss of a sample
+    loss: float  # the largest loss of a sample, by magnitude
     gradient: float  # the largest norm of a sample's gradient; zero at a minimum that all samples share
     curvature: float  # the largest spectral norm of a sample's Hessian
     taken: int  # from so many samples
@@ -76,12 +77,10 @@ class Taylor:
 
     def radius(self, errors: tuple[float, ...]) -> float | None:
         """The σ at which the error passes 10 %, between the steps of the ladder; None if it does not there."""
-        for (s, e), (t, f) in zip(
-            zip(self.sigmas, errors, strict=True), list(zip(self.sigmas, errors, strict=True))[1:], strict=False
-        ):
-            if e <= TAYLOR < f or (e <= TAYLOR and math.isnan(f)):
-                way = 1.0 if not math.isfinite(f) else math.log(TAYLOR / max(e, 1e-300)) / math.log(f / max(e, 1e-300))
-                return s * (t / s) ** way
+        for (s, low), (t, high) in pairwise(zip(self.sigmas, errors, strict=True)):
+            if low <= TAYLOR and not high <= TAYLOR:
+                finite = math.isfinite(high) and low > 0
+                return s * (t / s) ** (math.log(TAYLOR / low) / math.log(high / low)) if finite else t
         return None
 
 
@@ -126,11 +125,25 @@ class LandscapeConvergence:
         """The slope of `log |L_{k+1} − L_k|` against `log k`; see `null.slopes` for what it is without a model."""
         return slope(self.steps, self.changes.abs())
 
+    def ratio(self, criterion: Criterion) -> float:
+        """A criterion in a subspace over Δ₂, in the median over k, both sampled."""
+        return (criterion.sampled / self.delta2.sampled).median().item()
+
+    @property
+    def excess(self) -> float:
+        """`(Δ₂^(D) − a²)` over the same in random directions, in the median over k, by the exact closed forms."""
+        top, random = self.delta2_top.quadratic, self.delta2_random.quadratic
+        assert top is not None
+        assert random is not None
+        own = self.changes.square()
+        return ((top - own) / (random - own)).median().item()
+
     def bound(self, distance: float = 0.0, common_minimum: bool = False) -> Tensor:
         """`(2ℒ + 2G r + M r²) w_{k+1}/W_{k+1}` at distance r of θ, for the polynomials of second degree.
 
-        `common_minimum` leaves out the gradients, as the theorem does: valid only where each sample has its minimum
-        at θ.
+        `common_minimum` leaves out the gradients, as the theorem does. That needs a minimum that all samples share, or
+        losses that are nowhere negative and curve nowhere by more than M: then `‖∇ℓ‖² ≤ 2Mℓ`, and
+        `|ℓ_{k+1} − L_k| ≤ max ℓ_i(w) ≤ ℒ + √(2Mℒ) r + ½ M r² ≤ 2ℒ + M r²`.
         """
         c = self.constants
         first = 0.0 if common_minimum else 2 * c.gradient * distance
@@ -160,8 +173,12 @@ class LandscapeConvergence:
                 else "The samples are not like independent ones: their order matters, or their spread changes."
             )
         ]
-        ratio = (self.changes.abs() / self.bound()).median().item()
-        said.append(f"At θ the differences are {ratio:.2g} of the bound, in the median over k.")
+        here = (self.changes.abs() / self.bound()).median().item()
+        there = (self.delta1.sampled / self.bound(self.distance)).median().item()
+        said.append(
+            f"The differences are {here:.2g} of the bound at θ and {there:.2g} of it at distance {self.distance:.3g}, "
+            "in the median over k."
+        )
         said.append(
             f"At σ = {self.sigma:g} curvature makes {self.terms.share(self.sigma):.2g} of the spread; it would be as "
             f"large as the constant part at σ = {self.terms.matters:.2g}."
@@ -174,11 +191,10 @@ class LandscapeConvergence:
                 else f"nowhere between {self.taylor.sigmas[0]:g} and {self.taylor.sigmas[-1]:g}"
             )
             said.append(f"In {name} directions the Taylor polynomial breaks (10 % error) {where}.")
-        top, random, whole = (c.sampled.sum().item() for c in (self.delta2_top, self.delta2_random, self.delta2))
-        D = len(self.eigenvalues)
         said.append(
-            f"Δ₂^({D})/Δ₂ is {top / whole:.3g} in the sharpest {D} directions and {random / whole:.3g} in {D} random "
-            "ones; only the distance between the two is curvature's."
+            f"Δ₂^({len(self.eigenvalues)})/Δ₂ is {self.ratio(self.delta2_top):.3g} in the sharpest directions and "
+            f"{self.ratio(self.delta2_random):.3g} in as many random ones; less the part at θ itself, which needs no "
+            f"direction, the sharpest move the landscape {self.excess:.3g} times as far as the random ones."
         )
         return said
 
@@ -262,7 +278,7 @@ def landscape_convergence(
     `samples` are batches as `Landscape` takes them, or a Landscape stands for model and samples; each sample (sequence)
     counts with its scored tokens, in the order given: shuffle data that is sorted. `sigma`: the size of the Gaussian
     steps of Δ₂ in each direction; Δ₁ goes `σ√P` far. `draws`: steps, and probes of the closed form. `dims`: the `D` of
-    Δ₂^(D). `norms`: take M from so many samples, all of them by default. `sigmas`: where the Taylor polynomial is tried.
+    Δ₂^(D). `norms`: take M from so many samples, all of them by default. `sigmas`: where to try the Taylor polynomial.
 
     Cost for n samples: `4 draws` and `2 · 8` a sigma forward passes, `6 draws + 2 D²` gradients over all data, and a
     gradient and 10 to 40 Hessian products of each sample.
@@ -330,7 +346,9 @@ def landscape_convergence(
         delta2=criteria.squared("Δ₂", moved, weights, closed),
         delta2_top=within["top"],
         delta2_random=within["random"],
-        constants=Constants(losses.max().item(), gradients.largest, curvatures.max().item(), len(curvatures)),
+        constants=Constants(
+            losses.abs().max().item(), gradients.largest, curvatures.max().item(), len(curvatures)
+        ),
         terms=_terms(losses, gradients.spread, second, weights),
         taylor=Taylor(
             ladder,

@@ -1,7 +1,7 @@
 """How much data a landscape needs: samples until more of them move it by less than a given amount.
 
-For independent samples `E (L_{k+1} − L_k)² = S²/(k (k + 1))` and `E (L_k − L_∞)² = S²/k`, `S` the spread of the samples'
-losses. So the answer is known as well as `S`, for numbers far above the samples at hand.
+For independent samples `E (L_{k+1} − L_k)² = S²/(k (k + 1))` and `E (L_k − L_∞)² = S²/k`, `S` the spread of the
+samples' losses. So the answer is known as well as `S`, for numbers far above the samples at hand.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Need:
 
     samples: int
     low: int
-    high: int
+    high: float  # infinite where a handful of samples leaves it open
     confidence: float
     tol: float
     of: str
@@ -40,7 +40,7 @@ class Need:
         what = "one sample more moves" if self.of == "step" else "all further data moves"
         state = "enough" if self.enough else "not enough" if self.at_hand < self.low else "perhaps enough"
         return (
-            f"{self.samples:,} samples ({self.low:,} to {self.high:,}, {self.confidence:.0%}) until {what} the "
+            f"{self.samples:,} samples ({self.low:,} to {self.high:,.0f}, {self.confidence:.0%}) until {what} the "
             f"landscape by less than {self.tol:g}; {self.at_hand:,} at hand: {state}"
         )
 
@@ -64,6 +64,8 @@ def need(
         raise ValueError(f"expected of to be one of {', '.join(KINDS)}, got {of!r}")
     if not 0 < confidence < 1:
         raise ValueError(f"expected a confidence between 0 and 1, got {confidence}")
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError("expected finite losses, got an infinite one or NaN; take a smaller sigma")
     value, error = _log_spread(values, weights)
     n = len(weights)
     generator = torch.Generator().manual_seed(seed)
@@ -79,8 +81,8 @@ def need(
         tail = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)
         below, above = torch.tensor(studentised, dtype=torch.float64).quantile(tail).tolist()
         low, high = value - above * error, value - below * error
-    samples, least, most = (_count(math.exp(x), tol, of) for x in (value, low, high))
-    return Need(samples, least, most, confidence, tol, of, math.exp(value), n)
+    samples, least, most = (_count(x, tol, of) for x in (value, min(low, value), max(high, value)))
+    return Need(int(samples), int(least), most, confidence, tol, of, math.exp(value), n)
 
 
 def _log_spread(values: Tensor, weights: Tensor) -> tuple[float, float]:
@@ -93,9 +95,10 @@ def _log_spread(values: Tensor, weights: Tensor) -> tuple[float, float]:
     return 0.5 * math.log(square), (own.std() / (2 * square * math.sqrt(len(weights)))).item()
 
 
-def _count(spread: float, tol: float, of: str) -> int:
+def _count(log_spread: float, tol: float, of: str) -> float:
     """The smallest k ≥ 1 with `S/√(k(k+1)) ≤ tol`, or `S/√k ≤ tol`."""
-    squared = (spread / tol) ** 2
-    if not math.isfinite(squared):
-        raise OverflowError(f"the samples' losses spread by {spread:g}: no number of samples brings that to {tol:g}")
+    exponent = 2 * (log_spread - math.log(tol))
+    if exponent > 80:  # more than can ever be had
+        return math.inf
+    squared = math.exp(exponent)
     return max(1, math.ceil(squared if of == "rest" else (math.sqrt(1 + 4 * squared) - 1) / 2))

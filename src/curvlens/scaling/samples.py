@@ -1,7 +1,7 @@
 """Every sample of a landscape by itself: its loss, and the loss's derivatives along given directions.
 
-The mean loss is `L = Σ w_i ℓ_i / Σ w_i`, `ℓ_i` the mean loss of sample i over its `w_i` scored tokens. One pass over the
-data in batches serves all samples: with a weight `u_i` on each, `Σ u_i ℓ_i` is differentiated as often as is needed
+The mean loss is `L = Σ w_i ℓ_i / Σ w_i`, `ℓ_i` the mean loss of sample i over its `w_i` scored tokens. One pass over
+the data in batches serves all samples: with a weight `u_i` on each, `Σ u_i ℓ_i` is differentiated as often as is needed
 with respect to the parameters, and last with respect to `u`, which takes the samples apart again. (A forward-mode
 derivative of a forward-mode derivative would do the same, but is wrong through `F.layer_norm`.)
 """
@@ -173,7 +173,9 @@ def _expansion(land: Landscape, piece: Batch, directions: list[Parameters]) -> t
         """The derivative with respect to `u`: what each sample adds."""
         if not scalar.requires_grad:
             return torch.zeros_like(rows)
-        (found,) = torch.autograd.grad(scalar, u, retain_graph=True, allow_unused=True, materialize_grads=True)
+        (found,) = torch.autograd.grad(
+            scalar, u, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
         return found.detach()
 
     slope = gradient((u * rows).sum())
