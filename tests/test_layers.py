@@ -9,6 +9,7 @@ ROOT = Path(curvlens.__file__).parent
 # a room may use those above it
 ORDER = [
     "progress",
+    "kernels",
     "blocks",
     "operator",
     "structured",
