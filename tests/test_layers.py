@@ -17,6 +17,7 @@ ORDER = [
     "batches",
     "nets",
     "digits",
+    "grammar",
     "families",
     "guards",
     "landscape",
@@ -25,6 +26,7 @@ ORDER = [
     "interop",
     "estimate",
     "exact",
+    "scaling",
     "studies",
     "cli",
 ]
