@@ -18,19 +18,12 @@ import typer
 import curvlens as package
 from curvlens.cli.converge import converge
 from curvlens.cli.exits import DONE, INCOMPLETE, INTERRUPTED, WRONG_INPUT, WrongInput, complain, one_line
-<<<<<<< HEAD
 from curvlens.cli.reproduce import reproduce
-from curvlens.cli.verify import verify
-
-# in the order of the help
-COMMANDS: list[Callable[..., None]] = [verify, reproduce]
-=======
 from curvlens.cli.scale import scale
 from curvlens.cli.verify import verify
 
 # in the order of the help
-COMMANDS: list[Callable[..., None]] = [verify, converge, scale]
->>>>>>> main
+COMMANDS: list[Callable[..., None]] = [verify, reproduce, converge, scale]
 
 app = typer.Typer(
     name="curvlens",
