@@ -179,7 +179,7 @@ STUDY = Study(
     "in the first moment.",
     presets={
         "smoke": Heads(width=8, counts=(1, 2, 4), sequences=3, repeats=3),
-        "cpu": Heads(repeats=5),
+        "cpu": Heads(repeats=10),
         "paper": Heads(width=64, counts=(1, 2, 4, 8, 16, 32, 64), sequences=64),
     },
     units=units,

@@ -160,7 +160,7 @@ STUDY = Study(
     presets={
         "smoke": Placements(width=6, sequences=2, repeats=3, scales=(0.01, 0.1, 1.0, 10.0), depths=(1, 2),
                             deep_scales=(1.0, 8.0)),
-        "cpu": Placements(repeats=5),
+        "cpu": Placements(repeats=10),
         "paper": Placements(width=128, sequences=64),
     },
     units=units,
