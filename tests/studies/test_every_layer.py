@@ -37,7 +37,9 @@ def test_norms_off_the_diagonal_by_either_product():
     assert len(a) > a.shape[1]  # by the matrix of weights
     assert every_layer.outer_norm(a, b) == pytest.approx(truth, rel=1e-10)
     few = slice(0, 10)
-    assert every_layer.outer_norm(a[few], b[few]) == pytest.approx((a[few].T @ b[few]).norm().item(), rel=1e-10)
+    assert every_layer.outer_norm(a[few], b[few]) == pytest.approx(
+        (a[few].T @ b[few]).norm().item(), rel=1e-10
+    )
 
 
 def test_mean_squared_error():
