@@ -4,7 +4,7 @@ BIN := .venv/bin
 TESTS ?= tests
 JOBS ?= 2
 
-.PHONY: demo test test-all lint types bench docs clean help
+.PHONY: demo test test-all lint types bench reproduction docs clean help
 
 help:           ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -40,6 +40,9 @@ types: .venv/ready      ## check types
 
 bench: .venv/peers      ## measure the engines beside their peers on this machine
 	$(BIN)/python benchmarks/engines.py
+
+reproduction: .venv/ready  ## render docs/reproduction.md from the measurements beside it
+	$(BIN)/python -m curvlens.studies.page
 
 docs: .venv/ready       ## build the pages under docs/ into site/
 	$(BIN)/python -m pip install -q -c constraints.txt mkdocs-material

@@ -32,6 +32,7 @@ def test_a_study(capsys, tmp_path):
 
 @pytest.mark.parametrize(("wrong", "said"), [
     (["A-99"], "expected 'all' or a study among A-1"),
+    (["A-table1", "--preset", "smoke", "--device", "abacus"], "expected a device that computes in float64"),
     (["A-table1", "--preset", "huge"], "expected preset smoke or cpu or paper, got 'huge'"),
 ])  # fmt: skip
 def test_wrong_input(wrong, said, capsys, tmp_path):

@@ -63,7 +63,8 @@ def trend(
     ends = [min(x), max(x)]
     axis.plot(ends, [y0 * (end / x0) ** exponent for end in ends], "--", color="0.55", lw=0.9)
     if text:
-        axis.annotate(text, (ends[0], y0 * (ends[0] / x0) ** exponent), fontsize=7, color="0.35")
+        end = (ends[1], y0 * (ends[1] / x0) ** exponent)
+        axis.annotate(text, end, (2, -3), textcoords="offset points", fontsize=7, color="0.35")
 
 
 def legend(axis: Any, **options: Any) -> None:
@@ -72,7 +73,13 @@ def legend(axis: Any, **options: Any) -> None:
 
 def save(figure: Any, path: str | Path) -> Path:
     """A small PNG."""
+    from matplotlib.ticker import NullFormatter
     from PIL import Image
+
+    for axis in figure.axes:
+        for side, scale in ((axis.xaxis, axis.get_xscale()), (axis.yaxis, axis.get_yscale())):
+            if scale == "log":  # labels at 2, 3, 4, … of a short range run into one another
+                side.set_minor_formatter(NullFormatter())
 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -152,6 +152,7 @@ def reproduce(
     'reproduced'
     """
     study, config, code, folder, files = plan(name, preset, out, seed, device)
+    _require_device(config.device)
     if figure:
         require_matplotlib()
     measured, seconds = {}, 0.0
@@ -172,6 +173,18 @@ def reproduce(
     if figure:
         save(made.figure(), folder / "figure.png")
     return made
+
+
+def _require_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.empty(0, dtype=torch.float64, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        first = str(error).splitlines()[0]
+        raise ValueError(
+            f"expected a device that computes in float64, cpu or cuda, got {device!r}: {first}"
+        ) from error
 
 
 def _measure(study: Study, config: Config, unit: str, path: Path) -> None:
