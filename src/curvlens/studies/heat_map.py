@@ -97,7 +97,7 @@ def figure(config: Map, made: dict[str, Any]) -> Any:
     drawing, axes = draw.panels(2, width=3.6, height=3.2)
     d = config.width
     sizes = {"map": (d * d,) * 4 + (4 * d * d,) * 2, "zoom": (d * d,) * 3}
-    names = [name.rpartition(".")[2] for name in BLOCKS]
+    names = ["Q", "K", "V", "O", "up", "down"]
     for axis, key in zip(axes.flat, ("map", "zoom"), strict=True):
         total, ends, middles = sum(sizes[key]), [], []
         for i, size in enumerate(sizes[key]):

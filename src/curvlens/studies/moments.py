@@ -172,6 +172,8 @@ def figure(config: Maps, made: dict[str, Any]) -> Any:
         for x, y in zip(made[moment], made[block], strict=True):
             against.plot(x, y, ".", ms=3, color=colours[block], alpha=0.5)
         against.plot([], [], ".", color=colours[block], label=f"{block} against ‖{moment} moment‖")
+    against.set_xlim(1e-7, 1e3)  # beyond, a map is one-hot to rounding
+    against.set_ylim(1e-14, 1e4)
     draw.titled(against, "norms against moments", "norm of the moment", "norm of the block over s²")
     for name in ("entropy", *MEASURED[2:]):
         for i, run in enumerate(made["training"][name]):
