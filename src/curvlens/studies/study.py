@@ -28,7 +28,8 @@ class Finding:
     """One number of ours beside the paper's.
 
     It holds if the 95 % interval `ours ± error` meets the accepted range `low … high`, and is undecided if the
-    interval is wider than that range. `why` gives the reason for the range, which is set before measuring.
+    interval is wider than that range, or contains the one end of a range without another. `why` gives the reason for
+    the range, which is set before measuring.
     """
 
     what: str
@@ -43,7 +44,12 @@ class Finding:
 
     @property
     def decided(self) -> bool:
-        return math.isfinite(self.ours) and 2 * self.error <= self.high - self.low
+        if not math.isfinite(self.ours) or not math.isfinite(self.error):
+            return False
+        ends = [end for end in (self.low, self.high) if math.isfinite(end)]
+        if len(ends) == 2:
+            return 2 * self.error <= self.high - self.low
+        return all(abs(end - self.ours) >= self.error for end in ends)
 
     @property
     def holds(self) -> bool:
