@@ -52,7 +52,7 @@ def _pyhessian_trace(model: nn.Module, ids: Tensor) -> Iterator[tuple[str, int, 
     torch.manual_seed(0)
     wrapped = Logits(model)
     (pair,) = _pairs(ids)
-    kept = module.hessian(wrapped, nn.CrossEntropyLoss(), data=pair, cuda=False)
+    kept = module.hessian(wrapped, nn.CrossEntropyLoss(), data=pair, cuda=ids.is_cuda)
     samples = kept.trace()
     wrapped.zero_grad()
     yield "PyHessian, Hutchinson, default tolerance", len(samples), f"{sum(samples) / len(samples):.5g}"
@@ -79,7 +79,7 @@ def _pyhessian(model: nn.Module, ids: Tensor) -> Iterator[tuple[str, int, str]]:
 
     wrapped = Logits(model)
     (pair,) = _pairs(ids)
-    kept = module.hessian(wrapped, nn.CrossEntropyLoss(), data=pair, cuda=False)
+    kept = module.hessian(wrapped, nn.CrossEntropyLoss(), data=pair, cuda=ids.is_cuda)
     original, count, starts = module.hessian_vector_product, [0], []
 
     def counted(*arguments: Any) -> Any:

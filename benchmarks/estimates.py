@@ -3,7 +3,7 @@
     python benchmarks/estimates.py                   a dense matrix with the spectrum of a trained model: seconds
     python benchmarks/estimates.py --operator gpt2   a GPT-2-like model of 4 layers of 256, 4 x 128 tokens
     python benchmarks/estimates.py --only eigenvalues trace
-    python benchmarks/estimates.py --operator gpt2 --device cuda --no-peers
+    python benchmarks/estimates.py --operator gpt2 --device cuda
 
 A contender gets the operator as products alone, and each product is counted where it is made. The accuracy is the
 same for all: ten eigenvalues to a residual of 1e-3, the trace to 2 %, all block norms to 5 %.
@@ -70,15 +70,17 @@ def gpt2(device: str) -> Operator:
     return hessian(Landscape(model.to(device), [ids.to(device)]))
 
 
-def peers(part: str) -> Iterator[tuple[str, int, str]]:
+def peers(part: str, device: str) -> Iterator[tuple[str, int, str]]:
     """Those that take a model and not its products alone: who, products, result."""
     import estimate_peers
     from contenders import PROBLEMS
 
+    model, ids = PROBLEMS["like"].build()
+    model, ids = model.to(device), ids.to(device)
     if part == "eigenvalues":
-        yield from estimate_peers.eigenvalues(*PROBLEMS["like"].build())
+        yield from estimate_peers.eigenvalues(model, ids)
     elif part == "trace":
-        yield from estimate_peers.traces(*PROBLEMS["like"].build())
+        yield from estimate_peers.traces(model, ids)
 
 
 OPERATORS: dict[str, Callable[[str], Operator]] = {"dense": dense, "gpt2": gpt2}
@@ -144,7 +146,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--products", type=int, default=ALLOWANCE, help="allowance for a trace")
-    parser.add_argument("--no-peers", action="store_true", help="without those that need the model itself")
     settings = parser.parse_args()
     H = Counted(OPERATORS[settings.operator](settings.device))
     table = Table("estimate", "who", "products", "seconds", "result", title=f"{H.a!r}")
@@ -155,8 +156,8 @@ def main() -> None:
             print(*row, sep=" | ", flush=True)
             table.add_row(*row)
             started, H.count[0] = time.perf_counter(), 0
-        if settings.operator == "gpt2" and not settings.no_peers:
-            for who, products, result in peers(part):
+        if settings.operator == "gpt2":
+            for who, products, result in peers(part, settings.device):
                 row = (part, who, str(products), f"{time.perf_counter() - started:.1f}", result)
                 print(*row, sep=" | ", flush=True)
                 table.add_row(*row)
