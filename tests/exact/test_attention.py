@@ -456,7 +456,7 @@ def test_large_tokens_have_the_right_limit_until_scores_overflow():
     layer, X, Y = one_layer(4, 3, 2, 5)
     norms = [exact.hessian(layer, scale * X, Y).total.frobenius() for scale in (1e60, 1e120)]
     assert norms[1].item() == pytest.approx(1e120 * norms[0].item(), rel=1e-12)
-    with pytest.raises(ValueError, match="expected finite outputs.*token 0.*scale the tokens"):
+    with pytest.raises(ValueError, match=r"expected finite outputs.*token 0.*scale the tokens"):
         exact.hessian(layer, 1e200 * X, Y)
     with pytest.raises(ValueError, match="expected finite outputs"):
         exact.hessian(layer, float("nan") * X, Y)
@@ -471,7 +471,7 @@ def test_what_does_not_fit_is_refused_with_its_shapes():
         exact.SelfAttention(W_Q, W_K, W_V, temperature=0)
     with pytest.raises(ValueError, match="at least one token"):
         exact.hessian(layer, X[:0], Y[:0])
-    with pytest.raises(ValueError, match="classes from 0 to 1.*got 7 to 7"):
+    with pytest.raises(ValueError, match=r"classes from 0 to 1.*got 7 to 7"):
         exact.hessian(layer, X, torch.full((5,), 7), loss="cross-entropy")
     with pytest.raises(ValueError, match=r"expected a mask \[5, 5\].*got \[4, 4\]"):
         exact.hessian(exact.SelfAttention(W_Q, W_K, W_V, mask=torch.ones(4, 4).bool()), X, Y)
