@@ -321,6 +321,27 @@ def test_nearly_one_hot_rows_and_large_scores(size):
     assert float((R.functional.dense() - functional).abs().max()) <= 1e-12 * float(scale)
 
 
+@pytest.mark.parametrize("size", [1.0, 5.0, 30.0])
+def test_single_precision_keeps_its_digits(size):
+    """Against float64 on the same rounded numbers: cancellation of centred moments would show here first."""
+    single = [W.float() for W in weights()]
+    single[:2] = [size * W for W in single[:2]]
+    X, Y = (5 + randn(6, 3)).float(), randn(6, 4, seed=1).float()  # far from zero: moments are about the mean
+    found = exact.hessian(exact.SelfAttention(*single), X, Y)
+    expected = exact.hessian(exact.SelfAttention(*(W.double() for W in single)), X.double(), Y.double())
+    scores = float((X @ single[0] @ single[1].T @ X.T).abs().max())
+    for part in ("outer", "functional"):
+        low, high = getattr(found, part), getattr(expected, part)
+        # the rounding of a score of this size, times a few dozen operations
+        allowed = 30 * 6e-8 * (1 + scores) * float(high.dense().norm()) + 1e-30
+        assert float((low.dense().double() - high.dense()).norm()) <= allowed
+        assert abs(float(low.frobenius()) - float(high.frobenius())) <= allowed
+        # products differentiate a row that may be one-hot to rounding: digits of the whole, not of a tiny part
+        v = randn(high.shape[1], seed=2)
+        whole = 30 * 6e-8 * (1 + scores) * float(expected.total.dense().norm())
+        assert float(((low @ v.float()).double() - high @ v).norm()) <= whole * float(v.norm())
+
+
 def test_sums_over_keys_replace_matrices_a_token(monkeypatch):
     """Large problems take other formulas, nothing of size d² a token: forced here on a small one."""
     import curvlens.exact.attention_head as head
