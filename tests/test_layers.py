@@ -17,6 +17,7 @@ ORDER = [
     "batches",
     "nets",
     "digits",
+    "grammar",
     "families",
     "guards",
     "landscape",
@@ -25,7 +26,9 @@ ORDER = [
     "interop",
     "estimate",
     "exact",
+    "scaling",
     "studies",
+    "report",
     "cli",
 ]
 

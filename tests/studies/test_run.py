@@ -75,7 +75,7 @@ def test_a_finished_run_is_read_and_not_measured_again(counted, tmp_path):
 def test_an_interrupted_run_goes_on(counted, tmp_path):
     done, stop_at = counted
     stop_at.append("1")
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="interrupted after 1 of 3 units of T"):
         reproduce(tmp_path)
     stop_at.clear()
     assert reproduce(tmp_path).numbers["sum"] == 6
@@ -106,7 +106,7 @@ def test_results_are_json_and_complete(counted, tmp_path):
 
 
 def test_a_study_or_preset_that_is_not_there(tmp_path):
-    with pytest.raises(ValueError, match="expected a study among A-3a"):
+    with pytest.raises(ValueError, match="expected a study among A-1"):
         run.reproduce("A-99", out=tmp_path)
     with pytest.raises(ValueError, match="expected preset smoke or cpu or paper, got 'huge'"):
         run.reproduce("A-3a", "huge", out=tmp_path)
@@ -150,7 +150,9 @@ def test_findings():
     assert near("x", 2.0, math.nan, 0.1, "").outcome == "undecided"
     assert ratio("x", 10.0, 19.0, 2.0, "").holds
     assert not ratio("x", 10.0, 4.9, 2.0, "").holds
-    assert between("x", "more than 1", (3.0, 5.0), 1.0, math.inf, "").holds
+    assert between("x", "more than 1", (3.0, 1.5), 1.0, math.inf, "").holds
+    assert between("x", "more than 1", (3.0, 5.0), 1.0, math.inf, "").outcome == "undecided"
+    assert between("x", "more than 1", (0.5, 0.1), 1.0, math.inf, "").outcome == "does not hold"
 
 
 def test_verdicts():

@@ -1,11 +1,14 @@
 """The closed form of the top attention layer against automatic differentiation of the whole network."""
 
+from itertools import combinations_with_replacement
+
 import pytest
 import torch
 
 from curvlens import Landscape, functional, gauss_newton, hessian
+from curvlens.structured.grid import frobenius
 from curvlens.studies.embedding_scale import addition, embed, exponent, local_slopes, network
-from curvlens.studies.top_layer import top_layer
+from curvlens.studies.top_layer import of_network
 
 
 @pytest.mark.parametrize("kind", [
@@ -19,7 +22,7 @@ def test_norms_of_all_blocks(kind):
     embed(net, 0.7, seed=1)
     ids, labels = addition(3, seed=1, device="cpu")
     labels[0, 14:] = -100  # sequences count by their scored tokens
-    made = top_layer(net, ids, labels)
+    made = of_network(net, ids, labels)
     land = Landscape(net, (ids, labels), "next-token")
     top, path = len(net.blocks) - 1, f"blocks.{len(net.blocks) - 1}.attn"
     splits = {
@@ -39,6 +42,16 @@ def test_norms_of_all_blocks(kind):
                 split,
                 row,
             )
+
+
+def test_tokens_left_out_add_nothing():
+    """Where tokens are wider than sequences are long, sums over keys take the place of those over queries."""
+    net = network(24, seed=1, device="cpu")
+    made = of_network(net, *addition(2, seed=1, device="cpu"))
+    for part in ("outer", "functional", "total"):
+        for row, column in combinations_with_replacement(("query", "key", "value", "out"), 2):
+            whole = frobenius(made.operator(part).block(row, column)).item()
+            assert made.norm(part, row, column) == pytest.approx(whole, rel=1e-12)
 
 
 def test_scaling_the_embeddings():

@@ -16,11 +16,14 @@ from typing import Annotated, Any
 import typer
 
 import curvlens as package
+from curvlens.cli.converge import converge
 from curvlens.cli.exits import DONE, INCOMPLETE, INTERRUPTED, WRONG_INPUT, WrongInput, complain, one_line
+from curvlens.cli.reproduce import reproduce
+from curvlens.cli.scale import scale
 from curvlens.cli.verify import verify
 
 # in the order of the help
-COMMANDS: list[Callable[..., None]] = [verify]
+COMMANDS: list[Callable[..., None]] = [verify, reproduce, converge, scale]
 
 app = typer.Typer(
     name="curvlens",

@@ -74,7 +74,7 @@ def _section(made: Reproduction) -> list[str]:
         f"| {_cell(f.what)} | {_cell(f.paper)} | {shown(f.ours, f.error)} | {f.outcome} |"
         for f in made.findings
     ]
-    said = [f"- {f.what}: {f.said}" for f in made.findings if f.said and not f.holds]
+    said = [f"- {f.what}: {f.said}" for f in made.findings if f.said and f.outcome == "does not hold"]
     if said:
         lines += ["", *said]
     if study.remarks:

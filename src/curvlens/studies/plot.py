@@ -13,14 +13,19 @@ DOTS_PER_INCH = 100
 SHADES = 64  # colours kept in a file: a plot needs no more, and the file is a third
 
 
-def panels(columns: int, rows: int = 1, width: float = 3.2, height: float = 2.6) -> tuple[Any, Any]:
-    """A figure and its axes `[rows, columns]`, always as an array."""
+def require_matplotlib() -> None:
     try:
-        from matplotlib.figure import Figure
+        import matplotlib  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            "plots need matplotlib: pip install 'curvlens[report]', or run without figures"
+            "expected matplotlib for the figures, got none: pip install 'curvlens[report]', or run without figures"
         ) from error
+
+
+def panels(columns: int, rows: int = 1, width: float = 3.2, height: float = 2.6) -> tuple[Any, Any]:
+    """A figure and its axes `[rows, columns]`, always as an array."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width * columns, height * rows), dpi=DOTS_PER_INCH, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat:

@@ -17,10 +17,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from curvlens.progress import Progress
 from curvlens.studies.code import code_hash
+from curvlens.studies.plot import require_matplotlib, save
 from curvlens.studies.registry import load, module
 from curvlens.studies.study import Config, Finding, Study, verdict
 
@@ -89,7 +90,7 @@ class Reproduction:
 
 def _lines(finding: Finding) -> list[str]:
     made = f"{shown(finding.ours, finding.error)}  (paper: {finding.paper})"
-    said = [f"    {finding.said}"] if finding.said and not finding.holds else []
+    said = [f"    {finding.said}"] if finding.said and finding.outcome == "does not hold" else []
     return [f"{finding.outcome:>13}  {finding.what}: {made}", *said]
 
 
@@ -101,6 +102,36 @@ def shown(value: float, error: float = 0.0) -> str:
         return f"{value:.4g} ± {error:.2g}" if math.isfinite(error) else f"{value:.4g} ± ?"
     digits = 2 + max(0, math.floor(math.log10(abs(value) / error)))
     return f"{value:.{min(digits, 6)}g} ± {error:.2g}"
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, with what is kept."""
+
+
+class Plan(NamedTuple):
+    """What a run consists of: a file a unit of work, there when it is done."""
+
+    study: Study
+    config: Config
+    code: str
+    folder: Path
+    files: dict[str, Path]
+
+
+def plan(
+    name: str, preset: str, out: str | Path = FOLDER, seed: int | None = None, device: str | None = None
+) -> Plan:
+    study = load(name)
+    config = study.config(preset)
+    config = replace(
+        config,
+        seed=config.seed if seed is None else seed,
+        device=config.device if device is None else device,
+    )
+    code = code_hash(module(name))
+    folder = Path(out) / name / f"{preset}-{_hash(config, code)}"
+    files = {unit: folder / "units" / f"{unit}.json" for unit in study.units(config)}
+    return Plan(study, config, code, folder, files)
 
 
 def reproduce(
@@ -116,27 +147,21 @@ def reproduce(
     """Run a study, or go on where an earlier run with the same config and code stopped, and judge it.
 
     Ctrl-C ends it at once; the units that are done are kept.
+
+    >>> reproduce("A-table1", "smoke", figure=False).verdict
+    'reproduced'
     """
-    study = load(name)
-    config = study.config(preset)
-    config = replace(
-        config,
-        seed=config.seed if seed is None else seed,
-        device=config.device if device is None else device,
-    )
-    code = code_hash(module(name))
-    folder = Path(out) / name / f"{preset}-{_hash(config, code)}"
-    folder.mkdir(parents=True, exist_ok=True)
+    study, config, code, folder, files = plan(name, preset, out, seed, device)
+    if figure:
+        require_matplotlib()
     measured, seconds = {}, 0.0
-    units = list(study.units(config))
-    with Progress(f"{name} ({preset})", len(units)) if progress else contextlib.nullcontext() as bar:
-        for done, unit in enumerate(units):
-            path = folder / "units" / f"{unit}.json"
+    with Progress(f"{name} ({preset})", len(files)) if progress else contextlib.nullcontext() as bar:
+        for done, (unit, path) in enumerate(files.items()):
             if not path.exists():
-                began = time.perf_counter()
-                content = study.measure(config, unit)
-                content = {"seconds": time.perf_counter() - began, "measured": content}
-                write(path, json.dumps(_plain(content)))
+                try:
+                    _measure(study, config, unit, path)
+                except KeyboardInterrupt:
+                    raise Interrupted(f"interrupted after {done} of {len(files)} units of {name}") from None
             kept = json.loads(path.read_text())
             measured[unit] = kept["measured"]
             seconds += kept["seconds"]
@@ -145,10 +170,14 @@ def reproduce(
     made = Reproduction(study, preset, config, code, measured, seconds, _machine(config), folder)
     write(folder / "result.json", made.to_json())
     if figure:
-        from curvlens.studies.plot import save
-
         save(made.figure(), folder / "figure.png")
     return made
+
+
+def _measure(study: Study, config: Config, unit: str, path: Path) -> None:
+    began = time.perf_counter()
+    measured = study.measure(config, unit)
+    write(path, json.dumps(_plain({"seconds": time.perf_counter() - began, "measured": measured})))
 
 
 def read(path: str | Path) -> Reproduction:

@@ -28,7 +28,8 @@ class Finding:
     """One number of ours beside the paper's.
 
     It holds if the 95 % interval `ours ± error` meets the accepted range `low … high`, and is undecided if the
-    interval is wider than that range. `why` gives the reason for the range, which is set before measuring.
+    interval is wider than that range, or contains the one end of a range without another. `why` gives the reason for
+    the range, which is set before measuring.
     """
 
     what: str
@@ -43,7 +44,12 @@ class Finding:
 
     @property
     def decided(self) -> bool:
-        return math.isfinite(self.ours) and 2 * self.error <= self.high - self.low
+        if not math.isfinite(self.ours) or not math.isfinite(self.error):
+            return False
+        ends = [end for end in (self.low, self.high) if math.isfinite(end)]
+        if len(ends) == 2:
+            return 2 * self.error <= self.high - self.low
+        return all(abs(end - self.ours) >= self.error for end in ends)
 
     @property
     def holds(self) -> bool:
@@ -71,7 +77,7 @@ def between(what: str, paper: str, ours: Any, low: float, high: float, why: str,
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """Reproduced if every finding holds; with a difference if only lesser ones do not; not, if a main one fails.
+    """Reproduced if no finding fails; with a difference if only lesser ones do; not reproduced, if a main one does.
 
     Undecided if no main one fails and the interval of one is too wide: more repeats are needed.
     """
@@ -79,7 +85,7 @@ def verdict(findings: Sequence[Finding]) -> str:
         return NOT
     if any(finding.main and not finding.decided for finding in findings):
         return UNDECIDED
-    return REPRODUCED if all(finding.holds for finding in findings) else DIFFERENCE
+    return DIFFERENCE if any(finding.decided and not finding.holds for finding in findings) else REPRODUCED
 
 
 def mean95(values: Sequence[float]) -> tuple[float, float]:
