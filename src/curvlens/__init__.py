@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from curvlens.interop import as_curvlinops, from_curvlinops  # noqa: F401
     from curvlens.landscape import Landscape
     from curvlens.operator import Operator
+    from curvlens.report.analyze import analyze
     from curvlens.scaling.convergence import landscape_convergence
     from curvlens.scaling.sizes import scaling
 
@@ -37,6 +38,7 @@ __all__ = [
     "Blocks",
     "Landscape",
     "Operator",
+    "analyze",
     "block_norms",
     "block_traces",
     "condition",
@@ -69,6 +71,7 @@ _HOMES = {
     "Operator": "operator",
     "as_curvlinops": "interop",  # not in __all__: curvlinops is optional
     "from_curvlinops": "interop",
+    "analyze": "report.analyze",
     "landscape_convergence": "scaling",
     "verify": "exact.verification",
     **dict.fromkeys(("fisher", "functional", "gauss_newton", "hessian"), "curvature"),

@@ -13,8 +13,14 @@ MODULES = {
     "A-3b": "growth_pre_norm",
     "A-4": "softmax_histogram",
     "A-5": "growth_linear_axes",
+    "A-6": "depth_softmax",
+    "A-7": "depth_linear_attention",
     "A-8": "linear_mlp",
+    "A-T": "scores_split",
     "A-eq5": "growth_of_all_blocks",
+    "A-heads": "heads",
+    "A-moments": "moments",
+    "A-norm": "norm_placement",
     "A-table1": "data_dependence",
 }
 

@@ -77,7 +77,7 @@ def between(what: str, paper: str, ours: Any, low: float, high: float, why: str,
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """Reproduced if every finding holds; with a difference if only lesser ones do not; not, if a main one fails.
+    """Reproduced if no finding fails; with a difference if only lesser ones do; not reproduced, if a main one does.
 
     Undecided if no main one fails and the interval of one is too wide: more repeats are needed.
     """
@@ -85,7 +85,7 @@ def verdict(findings: Sequence[Finding]) -> str:
         return NOT
     if any(finding.main and not finding.decided for finding in findings):
         return UNDECIDED
-    return REPRODUCED if all(finding.holds for finding in findings) else DIFFERENCE
+    return DIFFERENCE if any(finding.decided and not finding.holds for finding in findings) else REPRODUCED
 
 
 def mean95(values: Sequence[float]) -> tuple[float, float]:
