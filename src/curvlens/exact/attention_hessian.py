@@ -87,6 +87,7 @@ def attention_hessian(layer: SelfAttention, tokens: Tokens, loss: LossAt) -> Att
         F = F + head.output()
     if "out" in layer.biases:
         F = F + layer.biases["out"]
+    _check_finite(F, heads)
     at = loss(F)
     for head in heads:
         head.see(at.gradient)
@@ -95,6 +96,17 @@ def attention_hessian(layer: SelfAttention, tokens: Tokens, loss: LossAt) -> Att
     outer = AttentionOperator(curvature.outer, layer, heads, at, outer=True, functional=False)
     functional = AttentionOperator(curvature.functional, layer, heads, at, outer=False, functional=True)
     return AttentionResult(outer, functional, at, curvature)
+
+
+def _check_finite(F: Tensor, heads: list[Head]) -> None:
+    if F.isfinite().all():
+        return
+    row = int((~F.isfinite()).any(1).nonzero()[0])
+    largest = max(float(part.abs().max()) for head in heads for part in (head.x, head.q, head.keys))
+    raise ValueError(
+        f"expected finite outputs, got {F[row].tolist()[:3]} at token {row}, from tokens, queries and keys of up to "
+        f"{largest:.1e} in {F.dtype}: scores are their products; scale the tokens or weights down"
+    )
 
 
 class AttentionCurvature:
