@@ -14,7 +14,7 @@ from typing import Any
 
 from curvlens.studies.plot import save
 from curvlens.studies.registry import names
-from curvlens.studies.run import Reproduction, read, shown, write
+from curvlens.studies.run import Reproduction, accepted, read, reasons, shown, write
 
 DOCS = Path("docs")
 KEPT = "reproduction"
@@ -24,10 +24,10 @@ KEYS = ("study", "preset", "config", "code", "seconds", "machine", "measured")  
 HEAD = """# What was reproduced
 
 Every figure, table and claim of the papers that `curvlens reproduce` runs, with the paper's number, ours and a
-verdict. A verdict follows from ranges that each study states before it measures, with reasons (`curvlens reproduce
-NAME` prints them); intervals are 95 %, over repeats with other weights and other data. *Reproduced with a difference*:
-the claim stands, and a number beside it is another one. Rendered by `python -m curvlens.studies.page` from the
-measurements in `docs/reproduction/`.
+verdict. Exact norms from closed forms wherever one fits. A verdict follows from ranges that each study states, with
+reasons, and not from its results; intervals are 95 %, over repeats with other weights and other data. *Reproduced with
+a difference*: the claim stands, and a number beside it is another one. *Undecided*: the interval is wider than the range.
+Rendered by `make reproduction` from the measurements in `docs/reproduction/`.
 """
 
 
@@ -67,11 +67,11 @@ def _section(made: Reproduction) -> list[str]:
         "",
         f"![{study.title}]({KEPT}/{study.name}.png)",
         "",
-        "| | paper | ours | |",
-        "|---|---|---|---|",
+        "| | paper | ours | accepted | |",
+        "|---|---|---|---|---|",
     ]
     lines += [
-        f"| {_cell(f.what)} | {_cell(f.paper)} | {shown(f.ours, f.error)} | {f.outcome} |"
+        f"| {_cell(f.what)} | {_cell(f.paper)} | {shown(f.ours, f.error)} | {accepted(f)} | {f.outcome} |"
         for f in made.findings
     ]
     said = [f"- {f.what}: {f.said}" for f in made.findings if f.said and f.outcome == "does not hold"]
@@ -79,6 +79,7 @@ def _section(made: Reproduction) -> list[str]:
         lines += ["", *said]
     if study.remarks:
         lines += ["", study.remarks]
+    lines += ["", "Why these ranges:", "", *(f"- {line}" for line in reasons(made.findings))]
     return lines
 
 

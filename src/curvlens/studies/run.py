@@ -84,24 +84,46 @@ class Reproduction:
             f"{self.study.name}  {self.study.title}: {self.verdict} ({self.preset}, {self.seconds:.0f} s)"
         ]
         lines += [f"  claim: {self.study.claim}"]
-        lines += [f"  {line}" for f in self.findings for line in _lines(f)]
+        findings = self.findings
+        lines += [f"  {line}" for f in findings for line in _lines(f)]
+        lines += ["  why these ranges:", *(f"    {line}" for line in reasons(findings))]
         return "\n".join(lines)
 
 
 def _lines(finding: Finding) -> list[str]:
-    made = f"{shown(finding.ours, finding.error)}  (paper: {finding.paper})"
+    made = f"{shown(finding.ours, finding.error)}  (paper: {finding.paper}; accepted: {accepted(finding)})"
     said = [f"    {finding.said}"] if finding.said and finding.outcome == "does not hold" else []
     return [f"{finding.outcome:>13}  {finding.what}: {made}", *said]
+
+
+def reasons(findings: list[Finding]) -> list[str]:
+    """The reasons of the accepted ranges, each once."""
+    return list(dict.fromkeys(finding.why for finding in findings))
+
+
+def accepted(finding: Finding) -> str:
+    """The range in which a finding holds."""
+    low, high = (f"{end:.4g}" for end in (finding.low, finding.high))
+    if low == high:
+        return low
+    if math.isinf(finding.low):
+        return f"≤ {high}"
+    return f"≥ {low}" if math.isinf(finding.high) else f"{low} … {high}"
 
 
 def shown(value: float, error: float = 0.0) -> str:
     """`1.23 ± 0.05`, a 95 % interval, or the number alone where it is exact for its seed."""
     if not error:
         return f"{value:.4g}"
-    if not math.isfinite(error) or not math.isfinite(value) or not value:
-        return f"{value:.4g} ± {error:.2g}" if math.isfinite(error) else f"{value:.4g} ± ?"
-    digits = 2 + max(0, math.floor(math.log10(abs(value) / error)))
-    return f"{value:.{min(digits, 6)}g} ± {error:.2g}"
+    if not math.isfinite(error) or not math.isfinite(value):
+        return f"{value:.4g} ± ?"
+    digits = 2 + max(0, math.floor(math.log10(abs(value) / error))) if value else 2
+    return f"{_rounded(value, min(digits, 6))} ± {_rounded(error, 2)}"
+
+
+def _rounded(value: float, digits: int) -> str:
+    """`210` and not `2.1e+02`."""
+    return f"{float(f'{value:.{digits}g}'):.6g}"
 
 
 class Interrupted(KeyboardInterrupt):
