@@ -25,9 +25,9 @@ HEAD = """# What was reproduced
 
 Every figure, table and claim of the papers that `curvlens reproduce` runs, with the paper's number, ours and a
 verdict. Exact norms from closed forms wherever one fits. A verdict follows from ranges that each study states, with
-reasons, and not from its results; intervals are 95 %, over repeats with other weights and other data. *Reproduced with
-a difference*: the claim stands, and a number beside it is another one. *Undecided*: the interval is wider than the range.
-Rendered by `make reproduction` from the measurements in `docs/reproduction/`.
+reasons, and not from its results; intervals are 95 %, over repeats with other weights and other data. *Reproduced
+with a difference*: the claim stands, and a number beside it is another one. *Undecided*: the interval is wider than
+the range. Rendered by `make reproduction` from the measurements in `docs/reproduction/`.
 """
 
 
