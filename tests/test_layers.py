@@ -9,6 +9,7 @@ ROOT = Path(curvlens.__file__).parent
 # a room may use those above it
 ORDER = [
     "progress",
+    "kernels",
     "blocks",
     "operator",
     "structured",
@@ -16,6 +17,7 @@ ORDER = [
     "batches",
     "nets",
     "digits",
+    "grammar",
     "families",
     "guards",
     "landscape",
@@ -24,6 +26,9 @@ ORDER = [
     "interop",
     "estimate",
     "exact",
+    "scaling",
+    "studies",
+    "report",
     "cli",
 ]
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from curvlens import exact, losses
+    from curvlens import exact, losses, studies
     from curvlens.blocks import Blocks
     from curvlens.curvature import fisher, functional, gauss_newton, hessian
     from curvlens.estimate import (
@@ -29,12 +29,16 @@ if TYPE_CHECKING:
     from curvlens.interop import as_curvlinops, from_curvlinops  # noqa: F401
     from curvlens.landscape import Landscape
     from curvlens.operator import Operator
+    from curvlens.report.analyze import analyze
+    from curvlens.scaling.convergence import landscape_convergence
+    from curvlens.scaling.sizes import scaling
 
 __version__ = "0.1.0"
 __all__ = [
     "Blocks",
     "Landscape",
     "Operator",
+    "analyze",
     "block_norms",
     "block_traces",
     "condition",
@@ -50,9 +54,12 @@ __all__ = [
     "gauss_newton",
     "hessian",
     "heterogeneity",
+    "landscape_convergence",
     "losses",
     "negative_fraction",
+    "scaling",
     "sharpness",
+    "studies",
     "trace",
     "verify",
 ]
@@ -64,6 +71,8 @@ _HOMES = {
     "Operator": "operator",
     "as_curvlinops": "interop",  # not in __all__: curvlinops is optional
     "from_curvlinops": "interop",
+    "analyze": "report.analyze",
+    "landscape_convergence": "scaling",
     "verify": "exact.verification",
     **dict.fromkeys(("fisher", "functional", "gauss_newton", "hessian"), "curvature"),
     **dict.fromkeys(

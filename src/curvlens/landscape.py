@@ -116,6 +116,32 @@ class Landscape:
         self._fingerprints = fingerprints
         return scored
 
+    def parts(self, count: int) -> list[Landscape]:
+        """Landscapes of at most `count` disjoint parts of the data, cut between samples, of about equal size.
+
+        Their losses, gradients and Hessians, weighted by `weight`, add up to those of the whole.
+        """
+        if count < 1:
+            raise ValueError(f"expected at least one part, got {count}")
+        reads = [self._reader.read(batch) for batch in self.batches]
+        samples = [piece for read in reads for piece in read.split(1)]
+        count = min(count, len(samples))
+        size = -(-sum(len(read.target) for read in reads) // count)
+        pieces = [piece for read in reads for piece in read.split(size)] if count < len(samples) else samples
+        found = []
+        for index in range(min(count, len(pieces))):
+            data = [(piece.args or piece.kwargs, piece.target) for piece in pieces[index::count]]
+            if any(self.loss.count(target) for _, target in data):
+                found.append(self._with(data))
+        return found
+
+    def _with(self, batches: list[Any]) -> Landscape:
+        parameters = dict(self.model.named_parameters()) if isinstance(self.model, _Function) else None
+        model = self.model.function if isinstance(self.model, _Function) else self.model
+        return Landscape(
+            model, batches, self.loss, parameters=parameters, dtype=self.dtype, micro_batch=self.micro_batch
+        )
+
     @cached_property
     def weight(self) -> float:
         """The number of scored tokens (or samples) of all batches."""

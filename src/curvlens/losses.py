@@ -31,6 +31,11 @@ class Loss(ABC):
     def count(self, target: Tensor) -> float:
         """The number of scored tokens."""
 
+    def by_sample(self, output: Tensor, target: Tensor) -> Tensor:
+        """The sum over the scored tokens of each sample of a batch, `[samples]`."""
+        parts = zip(output.split(1), target.split(1), strict=True)
+        return torch.stack([self.value(own, wanted) for own, wanted in parts])
+
     def check(self, output: Tensor, target: Tensor) -> None:  # noqa: B027 (there may be nothing to check)
         """Raise ValueError when output and target do not fit each other."""
 
@@ -105,6 +110,11 @@ class CrossEntropy(Loss):
         logits, labels = self._scored(output, target)
         return F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED)
 
+    def by_sample(self, output: Tensor, target: Tensor) -> Tensor:
+        logits, labels = self._scored(output, target)
+        terms = F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED)
+        return terms.view(len(target), -1).sum(1)
+
     def gradient(self, output: Tensor, target: Tensor) -> Tensor:
         logits, labels = self._scored(output, target)
         scored = labels != IGNORED
@@ -168,6 +178,10 @@ class MSE(Loss):
 
     def value(self, output: Tensor, target: Tensor) -> Tensor:
         return (output - target.view(output.shape)).square().sum() / self._width(output, target)
+
+    def by_sample(self, output: Tensor, target: Tensor) -> Tensor:
+        squares = (output - target.view(output.shape)).square()
+        return squares.reshape(len(squares), -1).sum(1) / self._width(output, target)
 
     def gradient(self, output: Tensor, target: Tensor) -> Tensor:
         return (output - target.view(output.shape)) * (2 / self._width(output, target))

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,9 @@ from curvlens.progress import Progress
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
+
+IN_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
+ROOM = 2**26  # bytes that are there without asking, which would take longer than to form a small matrix
 
 Vectors = TypeVar("Vectors", Tensor, Mapping[str, Tensor])
 
@@ -72,8 +76,7 @@ class Operator(ABC):
 
     def dense(self) -> Tensor:
         """The matrix `[rows, columns]`, by one product a column."""
-        self._require_room("the dense matrix")
-        matrix = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        matrix = self._empty()
         for start, images in self._columns("dense matrix"):
             matrix[:, start : start + len(images)] = images.T
         return matrix
@@ -116,12 +119,25 @@ class Operator(ABC):
     def _require_room(self, what: str) -> None:
         rows, columns = self.shape
         need = rows * columns * self.dtype.itemsize
-        free = free_memory(self.device)
+        free = need if need < ROOM else free_memory(self.device)
         if need > free:
             raise MemoryError(
                 f"{what} of {rows:,} x {columns:,} takes {need / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB "
                 "are free; take a smaller block with .block(...), or products and estimates, which need no matrix"
             )
+
+    def _empty(self) -> Tensor:
+        """Room for the dense matrix."""
+        self._require_room("the dense matrix")
+        rows, columns = self.shape
+        if (
+            self.device.type == "cpu"
+            and rows * columns * self.dtype.itemsize >= ROOM
+            and self.dtype in IN_NUMPY
+        ):
+            # NumPy asks for huge pages: on Linux the first write to each small page takes longer than filling it
+            return torch.from_numpy(np.empty(self.shape, dtype=IN_NUMPY[self.dtype]))
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def __matmul__(self, other):  # type: ignore[no-untyped-def]
         """Products with a vector `[columns]`, vectors `[columns, K]`, `{name: tensor}`, or another operator.

@@ -164,3 +164,15 @@ def test_spectral_bound_of_factors_near_underflow():
         # 1e-14: rounding of the norms; 1e-320: numbers below 1e-308 have few digits
         assert norm <= bound * (1 + 1e-14) + 1e-320
         assert bound <= 10 * norm + 1e-320
+
+
+def test_large_matrices_get_their_memory_elsewhere(monkeypatch):
+    """The same matrix, in memory of huge pages and past the question of how much is free."""
+    g = torch.Generator().manual_seed(5)
+    H = KroneckerSum.of([random_term(3, 2, 3, 4, 2, False, (1, 0), g)])
+    expected = H.dense()
+    monkeypatch.setattr("curvlens.operator.ROOM", 0)
+    assert torch.equal(H.dense(), expected)
+    monkeypatch.setattr("curvlens.operator.free_memory", lambda device: 100)
+    with pytest.raises(MemoryError, match=r"6 x 8 takes .* take a smaller block"):
+        H.dense()

@@ -64,8 +64,12 @@ class AttentionOperator(BlockOperator):
         return torch.cat([self._apply(part) for part in stack.split(step)])
 
     def _apply(self, stack: Tensor) -> Tensor:
-        parts = self._by_kind(stack, self.domain)
-        passes = [_Pass(self.layer, head, parts) for head in self.heads]
+        joint, parts = None, {}
+        if self._alike and self.functional:
+            joint = stack.unflatten(1, (3, *self.domain[0].shape))
+        else:
+            parts = self._by_kind(stack, self.domain)
+        passes = [_Pass(self.layer, head, parts, joint) for head in self.heads]
         gradient = None
         if self.outer:
             moved = passes[0].output()
@@ -74,10 +78,19 @@ class AttentionOperator(BlockOperator):
             if "out.bias" in parts:
                 moved = moved + parts["out.bias"][:, None]
             gradient = self._through_loss(moved)
+        if joint is not None:
+            return passes[0].back_jointly(gradient).flatten(1)
         found = [each.back(gradient, self.functional) for each in passes]
         if gradient is not None and "out.bias" in parts:
             found[0]["out.bias"] = gradient.sum(1)
         return self._assembled(found, stack)
+
+    @cached_property
+    def _alike(self) -> bool:
+        """One head whose query, key and value matrices, and nothing else, have one shape: all take one product."""
+        shapes = {block.shape for block in self.domain}
+        names = self.domain.names == self.codomain.names == ("query", "key", "value")
+        return names and len(shapes) == 1 and len(self.heads) == 1 and not self.layer.stacked
 
     def _assembled(self, found: list[Parts], stack: Tensor) -> Tensor:
         """The product `[K, rows]` from what every head adds to the blocks that it uses."""
@@ -106,13 +119,12 @@ class AttentionOperator(BlockOperator):
 
 
 class Fixed(NamedTuple):
-    """What one head needs of a group of sequences for any direction, `[b, L, ·]`."""
+    """What one head needs of a group of sequences for any direction: `[L, ·]` of one sequence, `[b, L, ·]` of more."""
 
     values: Tensor
     keys: Tensor  # s x W_K
     queries: Tensor  # s x W_Q
     gradient: Tensor  # W_O g
-    scores: Tensor  # the gradient of the scores, times s
     weights: Tensor  # third_weights
 
 
@@ -121,25 +133,33 @@ def fixed(head: Head) -> list[Fixed]:
     if head.fixed is None:
         s, split = head.layer.scale, head.groups.split
         keys = s * (head.keys[:, : head.layer.d] if head.single else head.keys)
-        rows = zip(head.rows, head.u, head.pulled, strict=True)
-        parts = zip(split(head.values), split(keys), split(head.q), split(head.g_value), rows, strict=True)
-        head.fixed = [
-            Fixed(v, k, q, g, s * pulled, moments.third_weights(u))
-            for v, k, q, g, (moments, u, pulled) in parts
-        ]
+        groups = zip(split(head.values), split(keys), split(head.q), split(head.g_value), strict=True)
+        head.fixed = []
+        for group, rows, u in zip(groups, head.rows, head.u, strict=True):
+            v, k, q, g = (x[0] if len(x) == 1 else x for x in group)
+            head.fixed.append(Fixed(v, k, q, g, rows.third_weights(u)))
     return head.fixed
 
 
 class _Pass:
-    """One head along `K` directions; tangents are `[K, n, ·]`, those of groups `[K, b, L, ·]`."""
+    """One head along `K` directions; tangents are `[K, n, ·]`, those of groups `[K, L, ·]` or `[K, b, L, ·]`.
 
-    def __init__(self, layer: SelfAttention, head: Head, parts: Parts):
+    Where a sum over tokens can come before a direction it does: `A X dW = M1 dW`, `Xᵀ (∂A/∂T)ᵀu X dW = Β dW`.
+    """
+
+    def __init__(self, layer: SelfAttention, head: Head, parts: Parts, joint: Tensor | None):
         self.layer, self.head, self.parts = layer, head, parts
         self.fixed = fixed(head)
-        self.x = head.x[:, : layer.d] if layer.augmented else head.x
-        self.dv = self._grouped(self._along("value"))
-        self.dq = self._grouped(self._along("query_key" if head.single else "query"))
-        self.dk = None if head.single else self._grouped(self._along("key"))
+        self.kinds = ("query_key", "value") if head.single else ("query", "key", "value")
+        if joint is None:
+            self.along = {kind: self._direction(kind) for kind in self.kinds}
+            moved = {kind: head.x @ along for kind, along in self.along.items()}
+        else:
+            self.along = dict(zip(self.kinds, joint.unbind(1), strict=True))
+            moved = dict(zip(self.kinds, (head.x @ joint).unbind(1), strict=True))
+        self.dv = self._grouped(moved["value"])
+        self.dq = self._grouped(moved["query_key" if head.single else "query"])
+        self.dk = None if head.single else self._grouped(moved["key"])
         self.dT = [self._scores(i, part) for i, part in enumerate(self.fixed)]
         self.dA = [rows.push(dT) for rows, dT in zip(head.rows, self.dT, strict=True)]
 
@@ -147,33 +167,35 @@ class _Pass:
         """The direction of this head's weight `[K, d, k]`, a view."""
         return view_of(self.layer, self.parts[kind], kind, self.head.index, bias=False)
 
-    def _along(self, kind: str) -> Tensor:
-        moved = self.x @ self._part(kind)
+    def _direction(self, kind: str) -> Tensor:
+        """The same with that of the bias as its last row, as the tokens have a constant entry."""
+        part = self._part(kind)
+        if not self.layer.augmented:
+            return part
         name = f"{kind}.bias"
-        if name in self.parts:
-            moved = moved + view_of(self.layer, self.parts[name], kind, self.head.index, bias=True)[:, None]
-        return moved
+        if name not in self.parts:
+            return torch.nn.functional.pad(part, (0, 0, 0, 1))
+        bias = view_of(self.layer, self.parts[name], kind, self.head.index, bias=True)
+        return torch.cat([part, bias[:, None]], dim=1)
 
     def _grouped(self, rows: Tensor) -> list[Tensor]:
-        """`[K, n, m]` as `[K, b, L, m]` for every group."""
+        """`[K, n, m]` as `[K, L, m]` for every group, with several sequences `[K, b, L, m]`."""
         sizes = [x.shape[:2] for x, _ in self.head.groups.parts]
-        if len(sizes) == 1:
-            return [rows.unflatten(1, sizes[0])]
-        pieces = rows.split([b * L for b, L in sizes], dim=1)
-        return [piece.unflatten(1, size) for piece, size in zip(pieces, sizes, strict=True)]
+        pieces = rows.split([b * L for b, L in sizes], dim=1) if len(sizes) > 1 else [rows]
+        return [
+            piece if size[0] == 1 else piece.unflatten(1, size)
+            for piece, size in zip(pieces, sizes, strict=True)
+        ]
 
     def _scores(self, i: int, part: Fixed) -> Tensor:
         dT = self.dq[i] @ part.keys.mT
-        return dT if self.dk is None else dT.add_(part.queries @ self.dk[i].mT)
+        return dT if self.dk is None else _add_product(dT, part.queries, self.dk[i].mT)
 
     @cached_property
     def dmixed(self) -> Tensor:
         """The direction of `A X W_V`, `[K, n, v]`."""
-        moved = [
-            (dA @ part.values).add_(A @ dv)
-            for A, dA, part, dv in zip(self.head.A, self.dA, self.fixed, self.dv, strict=True)
-        ]
-        return _stacked(moved)
+        moved = _stacked([dA @ part.values for dA, part in zip(self.dA, self.fixed, strict=True)])
+        return _add_product(moved, self.head.M1, self.along["value"])
 
     def output(self) -> Tensor:
         """`dF` of this head, `[K, n, o]`."""
@@ -182,56 +204,88 @@ class _Pass:
         return moved + head.mixed @ self._part("out") if "out" in self.layer.weights else moved
 
     def back(self, gradient: Tensor | None, functional: bool) -> Parts:
-        """This head's part of the product for each kind of weight, and for `kind.bias` the sums over tokens."""
+        """This head's part of the product for each kind of weight, and for `kind.bias`."""
         head, layer = self.head, self.layer
-        dg = None
-        if gradient is not None:
-            dg = gradient if head.W_O is None else gradient @ head.W_O.T
-        if functional and "out" in layer.weights:
-            moved = head.g @ self._part("out").mT
-            dg = moved if dg is None else dg + moved
-        dgs = None if dg is None else self._grouped(dg)
-        groups = [
-            self._back(i, part, None if dgs is None else dgs[i], functional)
-            for i, part in enumerate(self.fixed)
-        ]
-        kinds = ("value", "query_key") if head.single else ("value", "query", "key")
+        dg = self._received(gradient, functional)
+        rows = self._rows(dg, functional)
         found = {}
-        for kind, received in zip(kinds, zip(*groups, strict=True), strict=True):
-            rows = _stacked(list(received))
-            found[kind] = self.x.T @ rows
+        for kind in self.kinds:
+            whole = head.x.T @ rows[kind] if kind in rows else torch.zeros_like(self.along[kind])
+            self._finish(kind, whole, dg, functional)
+            found[kind] = whole[:, : layer.d]
             if f"{kind}.bias" in self.parts:
-                found[f"{kind}.bias"] = rows.sum(1)
+                found[f"{kind}.bias"] = whole[:, layer.d]
         if "out" in layer.weights:
             found["out"] = head.g.new_zeros(()) if gradient is None else head.mixed.T @ gradient
             if functional:
                 found["out"] = found["out"] + self.dmixed.mT @ head.g
         return found
 
-    def _back(self, i: int, part: Fixed, dg: Tensor | None, functional: bool) -> tuple[Tensor, ...]:
-        """What the rows of values, queries and keys receive, `[K, b, L, ·]` each."""
-        rows, A = self.head.rows[i], self.head.A[i]
-        if not functional:
+    def back_jointly(self, gradient: Tensor | None) -> Tensor:
+        """The product with query, key and value of one shape, `[K, 3, d, k]`, the functional part included."""
+        dg = self._received(gradient, True)
+        rows = self._rows(dg, True)
+        found = self.head.x.T @ torch.stack([rows[kind] for kind in self.kinds], dim=1)
+        for kind, part in zip(self.kinds, found.unbind(1), strict=True):
+            self._finish(kind, part, dg, True)
+        return found
+
+    def _received(self, gradient: Tensor | None, functional: bool) -> Tensor | None:
+        """What the mixed values receive, `[K, n, v]`, as the fixed gradient aside from `dF` and `dW_O`."""
+        dg = None
+        if gradient is not None:
+            dg = gradient if self.head.W_O is None else gradient @ self.head.W_O.T
+        if functional and "out" in self.layer.weights:
+            moved = self.head.g @ self._part("out").mT
+            dg = moved if dg is None else dg + moved
+        return dg
+
+    def _finish(self, kind: str, found: Tensor, dg: Tensor | None, functional: bool) -> None:
+        """Add to `xᵀ rows` what needs no pass over the tokens."""
+        if kind == "value" and dg is not None:
+            _add_product(found, self.head.M1.T, dg)
+        elif kind != "value" and functional and self.dk is not None:
+            B = self.layer.scale * self.head.B
+            across = (B, self.along["key"]) if kind == "query" else (B.T, self.along["query"])
+            _add_product(found, *across)
+
+    def _rows(self, dg: Tensor | None, functional: bool) -> Parts:
+        """What the rows of queries, keys and, by the functional part, values receive, `[K, n, ·]` each."""
+        dgs = [None] * len(self.fixed) if dg is None else self._grouped(dg)
+        groups = [self._group(i, part, dgs[i], functional) for i, part in enumerate(self.fixed)]
+        return {kind: _stacked([group[kind] for group in groups]) for kind in groups[0]}
+
+    def _group(self, i: int, part: Fixed, dg: Tensor | None, functional: bool) -> Parts:
+        rows, query = self.head.rows[i], "query_key" if self.head.single else "query"
+        if functional:
+            du = part.gradient @ self.dv[i].mT
+            du = du if dg is None else _add_product(du, dg, part.values.mT)
+            dS = rows.back_and_turn(du, self.dT[i], part.weights)
+        else:
             assert dg is not None
             dS = rows.back(dg @ part.values.mT)
-            received = A.mT @ dg, dS @ part.keys
-            return received if self.dk is None else (*received, dS.mT @ part.queries)
-        du = part.gradient @ self.dv[i].mT
-        dv = self.dA[i].mT @ part.gradient
-        if dg is not None:
-            du.add_(dg @ part.values.mT)
-            dv.add_(A.mT @ dg)
-        dS = rows.back_and_turn(du, self.dT[i], part.weights)
-        dq = dS @ part.keys
-        if self.dk is None:
-            return dv, dq
-        dq.add_(part.scores @ self.dk[i])
-        return dv, dq, (dS.mT @ part.queries).add_(part.scores.mT @ self.dq[i])
+        received = {query: dS @ part.keys}
+        if self.dk is not None:
+            received["key"] = dS.mT @ part.queries
+        if functional:
+            received["value"] = self.dA[i].mT @ part.gradient
+        return received
+
+
+def _add_product(to: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """`to += left right`, in place."""
+    if to.dim() != 3:
+        return to.add_(left @ right)
+    size = len(to)
+    left = left if left.dim() == 3 else left.expand(size, *left.shape)
+    right = right if right.dim() == 3 else right.expand(size, *right.shape)
+    return to.baddbmm_(left, right)
 
 
 def _stacked(groups: list[Tensor]) -> Tensor:
-    """`[K, b, L, m]` of every group as `[K, n, m]`."""
-    return groups[0].flatten(1, 2) if len(groups) == 1 else torch.cat([x.flatten(1, 2) for x in groups], 1)
+    """`[K, L, m]` or `[K, b, L, m]` of every group as `[K, n, m]`."""
+    rows = [x if x.dim() == 3 else x.flatten(1, 2) for x in groups]
+    return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
 
 def view_of(layer: SelfAttention, stack: Tensor, kind: str, h: int, bias: bool) -> Tensor:

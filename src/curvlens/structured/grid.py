@@ -165,8 +165,7 @@ class BlockOperator(Operator):
 
     def dense(self) -> Tensor:
         """The matrix; each cell is written straight to its place."""
-        self._require_room("the dense matrix")
-        matrix = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        matrix = self._empty()
         self.write(matrix)
         return matrix
 

@@ -19,6 +19,7 @@ from curvlens.structured.stacks import CHUNK, Full, LowRank, Stack, is_rank_one,
 
 ALL = slice(None)
 SLAB = 2**18  # numbers in a slab of a matrix that is being written: 2 MiB in float64
+MIRRORED = 8  # rows that a mirror's run of memory has at least: a line of the cache in float64
 
 
 class Term(NamedTuple):
@@ -134,33 +135,39 @@ class KroneckerSum(Operator):
     # -- the matrix and its parts
 
     def dense(self) -> Tensor:
-        self._require_room("the dense matrix")
-        matrix = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        matrix = self._empty()
         self.write(matrix.view(*self.rows, *self.columns))
         return matrix
 
     def write(self, out: Tensor, mirror: Tensor | None = None) -> None:
-        """Write the matrix into `out` `[m, r, p, q]`, and its transpose into `mirror` `[p, q, m, r]`; any views.
+        """Write the matrix into `out` `[m, r, x, y]`, and its transpose into `mirror` `[x, y, m, r]`; any views.
 
-        Each term is one matrix product `[m p, n] x [n, r q]`, laid into place. The rows are taken in slabs that stay
-        in the cache between the product, its places, and its mirror: beyond that, only the memory's speed counts.
+        The rows are taken in slabs that stay in the cache between the products, their place, and their mirror:
+        beyond that, only the memory's speed counts. A slab is a range of the rows' one index, of the side that a
+        factor of rank one leaves whole.
         """
-        m, r, p, q = out.shape
-        step = min(m, max(1, SLAB // (r * p * q)))
-        buffer = torch.empty(step * r * p * q, dtype=self.dtype, device=self.device)
-        factors = [(term, term.b.full().reshape(term.b.n, -1)) for term in self.terms]
-        for start in range(0, m, step):
-            rows = slice(start, min(m, start + step))
-            slab = out[rows]
-            values_in_slab = buffer[: slab.numel()]
-            for i, (term, right) in enumerate(factors):
-                left = (term.a if step == m else term.a.part(rows, ALL)).full().reshape(term.a.n, -1)
-                torch.mm(left.T, right, out=values_in_slab.view(-1, right.shape[1]))
-                values = values_in_slab.view(-1, term.a.p, r, term.b.p)
-                values = values.permute(0, 2, 3, 1) if term.crossed else values.transpose(1, 2)
-                slab.copy_(values) if i == 0 else slab.add_(values)
-            if mirror is not None:
-                mirror[:, :, rows].copy_(slab.permute(2, 3, 0, 1))
+        m, r, x, y = out.shape
+        over_r = is_rank_one(self.terms[0].a)
+        whole, across = (r, m) if over_r else (m, r)
+        step = min(whole, max(MIRRORED if over_r else 1, SLAB // (across * x * y)))
+        buffer = torch.empty(step * across * x * y, dtype=self.dtype, device=self.device)
+        turned = None if mirror is None else torch.empty_like(buffer)
+        for start in range(0, whole, step):
+            where = slice(start, min(whole, start + step))
+            rows = (ALL, where) if over_r else (where, ALL)
+            place = out[rows]
+            parts = [term if step == whole else _part(term, rows, (ALL, ALL)) for term in self.terms]
+            if mirror is None and len(parts) == 1:
+                place.copy_(_product(parts[0]))
+                continue
+            slab = buffer[: place.numel()].view(place.shape)
+            for i, part in enumerate(parts):
+                _write_term(slab, part, add=i > 0)
+            place.copy_(slab)
+            if mirror is not None and turned is not None:
+                columns = turned[: slab.numel()].view(x * y, -1)
+                columns.copy_(slab.view(-1, x * y).T)  # fast, which a turn of four dimensions is not
+                mirror[:, :, rows[0], rows[1]].copy_(columns.view(x, y, *place.shape[:2]))
 
     def entries(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Any slice of the matrix: the rows and columns with the given numbers, `[len(rows), len(columns)]`."""
@@ -307,6 +314,46 @@ def _ranges(whole: Blocks, part: Blocks, shape: tuple[int, int]) -> tuple[slice,
 
 def _unravel(index: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     return index // shape[1], index % shape[1]
+
+
+def _write_term(slab: Tensor, term: Term, add: bool) -> None:
+    """Write, or add, the matrix of a term to a contiguous `slab` `[m, r, x, y]`.
+
+    A factor of rank one goes to the columns of the other first, so that one matrix product lays every entry in place.
+    """
+    a, b, beta = term.a, term.b, int(add)
+    n, m, r = a.n, a.m, b.m
+    if n == 1 and not term.crossed:
+        left, right = a.full()[0][:, None, :, None], b.full()[0][None, :, None, :]
+        slab.addcmul_(left, right) if add else torch.mul(left, right, out=slab)
+    elif is_rank_one(a):
+        u, v = _vectors(a)
+        matrix = b.full().contiguous()
+        if term.crossed:
+            matrix, v = matrix[..., None], v[:, None, None]
+        else:
+            matrix, v = matrix[:, :, None], v[:, None, :, None]
+        slab.view(m, -1).addmm_(u.T, (matrix * v).reshape(n, -1), beta=beta)
+    elif is_rank_one(b):
+        g, h = _vectors(b)
+        matrix = a.full().transpose(0, 1).contiguous()
+        spread = matrix[:, :, None] * h[:, :, None] if term.crossed else matrix[..., None] * h[:, None]
+        slab.view(m, r, -1).baddbmm_(g.T.expand(m, r, n), spread.reshape(m, n, -1), beta=beta)
+    else:
+        slab.add_(_product(term)) if add else slab.copy_(_product(term))
+
+
+def _product(term: Term) -> Tensor:
+    """The matrix of a term, `[m, r, x, y]`, as a view of one matrix product `[m p, n] x [n, r q]`."""
+    a, b = term.a, term.b
+    values = a.full().reshape(a.n, -1).T @ b.full().reshape(a.n, -1)
+    values = values.view(a.m, a.p, b.m, b.p)
+    return values.permute(0, 2, 3, 1) if term.crossed else values.transpose(1, 2)
+
+
+def _vectors(stack: Stack) -> tuple[Tensor, Tensor]:
+    assert isinstance(stack, LowRank)
+    return stack.left[..., 0], stack.right[..., 0]
 
 
 def _add_product(out: Tensor, term: Term, V: Tensor) -> None:

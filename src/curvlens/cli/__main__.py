@@ -1,0 +1,3 @@
+from curvlens.cli import main
+
+main()

@@ -1,0 +1,83 @@
+"""Plots in the papers' form: one look for all, drawn without a display."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+COLOURS = {"total": "#222222", "outer": "#c0392b", "functional": "#2471a3"}
+LABELS = {"total": "$H$", "outer": "$H_o$", "functional": "$H_f$"}
+DOTS_PER_INCH = 100
+SHADES = 64  # colours kept in a file: a plot needs no more, and the file is a third
+
+
+def require_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "expected matplotlib for the figures, got none: pip install 'curvlens[report]', or run without figures"
+        ) from error
+
+
+def panels(columns: int, rows: int = 1, width: float = 3.2, height: float = 2.6) -> tuple[Any, Any]:
+    """A figure and its axes `[rows, columns]`, always as an array."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * columns, height * rows), dpi=DOTS_PER_INCH, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for axis in axes.flat:
+        axis.tick_params(labelsize=7)
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def titled(axis: Any, title: str, x: str = "", y: str = "") -> None:
+    axis.set_title(title, fontsize=9)
+    axis.set_xlabel(x, fontsize=8)
+    axis.set_ylabel(y, fontsize=8)
+
+
+def curve(axis: Any, x: Sequence[float], runs: Sequence[Sequence[float]], label: str, colour: str) -> None:
+    """The mean of repeats `runs [repeats, points]` and a band of one standard error."""
+    count = len(runs)
+    means = [sum(values) / count for values in zip(*runs, strict=True)]
+    axis.plot(x, means, ".-", color=colour, label=label, lw=1.1, ms=3.5)
+    if count > 1:
+        errors = [
+            (sum((v - m) ** 2 for v in values) / (count - 1) / count) ** 0.5
+            for values, m in zip(zip(*runs, strict=True), means, strict=True)
+        ]
+        low = [max(m - e, 0.02 * m) for m, e in zip(means, errors, strict=True)]
+        high = [m + e for m, e in zip(means, errors, strict=True)]
+        axis.fill_between(x, low, high, color=colour, alpha=0.25, lw=0)
+
+
+def trend(
+    axis: Any, x: Sequence[float], anchor: tuple[float, float], exponent: float, text: str = ""
+) -> None:
+    """The dashed line `y ∝ x^exponent` through a point."""
+    x0, y0 = anchor
+    ends = [min(x), max(x)]
+    axis.plot(ends, [y0 * (end / x0) ** exponent for end in ends], "--", color="0.55", lw=0.9)
+    if text:
+        axis.annotate(text, (ends[0], y0 * (ends[0] / x0) ** exponent), fontsize=7, color="0.35")
+
+
+def legend(axis: Any, **options: Any) -> None:
+    axis.legend(fontsize=7, frameon=False, **options)
+
+
+def save(figure: Any, path: str | Path) -> Path:
+    """A small PNG."""
+    from PIL import Image
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn = BytesIO()
+    figure.savefig(drawn, format="png", dpi=DOTS_PER_INCH)
+    image = Image.open(drawn).convert("RGB").quantize(SHADES, dither=Image.Dither.NONE)
+    image.save(path, optimize=True)
+    return path

@@ -1,0 +1,47 @@
+import json
+
+import pytest
+
+from curvlens.cli import run
+
+
+def test_converge(capsys, tmp_path):
+    small = ["--samples", "4", "--steps", "2", "--width", "4", "--draws", "4", "--dims", "1"]
+    assert run(["converge", *small, "--json"]) == 0
+    out = capsys.readouterr().out
+    assert json.loads(out)["samples"] == 4
+    assert run(["converge", *small, "--task", "text", "--out", str(tmp_path / "c.json")]) == 0
+    assert "samples (" in capsys.readouterr().out
+    assert json.loads((tmp_path / "c.json").read_text())["loss"] == "next-token"
+
+
+def test_scale_and_resume(capsys, tmp_path):
+    small = ["--sizes", "2,4,6,8", "--seeds", "1", "--steps", "1", "--measures", "loss,gradient"]
+    assert run(["scale", *small, "--resume", str(tmp_path), "--json"]) == 0
+    first = capsys.readouterr().out
+    assert len(json.loads(first)["points"]) == 4
+    assert len((tmp_path / "scale.jsonl").read_text().splitlines()) == 4
+    assert run(["scale", *small, "--resume", str(tmp_path), "--json"]) == 0
+    assert capsys.readouterr().out == first
+    assert run(["scale", "--axis", "data", "--sizes", "8,16,32", "--seeds", "1", "--steps", "1"]) == 0
+    assert "data" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["scale", "--axis", "heads"], "expected the axis 'width' or 'depth', got 'heads'"),
+        (["scale", "--sizes", "many"], "expected whole numbers with commas between, got 'many'"),
+        (["scale", "--measures", "weight", "--steps", "0"], "expected measures of loss"),
+        (
+            ["converge", "--task", "music", "--steps", "0"],
+            "expected the task 'addition' or 'text', got 'music'",
+        ),
+        (["converge", "--sigma", "-1", "--steps", "0"], "expected a positive sigma"),
+    ],
+)
+def test_wrong_input_is_one_line(capsys, arguments, said):
+    assert run(arguments) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
