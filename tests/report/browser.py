@@ -96,7 +96,11 @@ class Browser:
     def size(self, width, height=900, dark=False):
         phone = width < 600
         self.command(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=phone,
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.command("Emulation.setEmulatedMedia", features=[scheme])
@@ -113,5 +117,8 @@ class Browser:
         return self._post("/se/log", {"type": "browser"})
 
     def requests(self):
-        found = [json.loads(entry["message"])["message"] for entry in self._post("/se/log", {"type": "performance"})]
+        found = [
+            json.loads(entry["message"])["message"]
+            for entry in self._post("/se/log", {"type": "performance"})
+        ]
         return [m["params"]["request"]["url"] for m in found if m["method"] == "Network.requestWillBeSent"]

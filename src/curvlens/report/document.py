@@ -32,10 +32,14 @@ class Section:
 
 
 def document(
-    title: str, about: Sequence[tuple[str, str]], sections: Sequence[Section], data: Any, version: int | str = ""
+    title: str,
+    about: Sequence[tuple[str, str]],
+    sections: Sequence[Section],
+    data: Any,
+    version: int | str = "",
 ) -> str:
     """The page. `data` is kept in it, once, for the script and for `stored`; NaN must be None there."""
-    style, script = _style(), _file("page.js")
+    style, script = _style(), _script()
     policy = (
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
@@ -89,3 +93,10 @@ def _file(name: str) -> str:
 def _style() -> str:
     sheet = re.sub(r"/\*.*?\*/", "", _file("page.css"), flags=re.DOTALL)
     return page_sheet() + re.sub(r"\s*\n\s*", "", sheet) + switch_rules()
+
+
+@lru_cache(1)
+def _script() -> str:
+    """Without comments and indentation; no text in it spans lines."""
+    lines = (line.strip() for line in _file("page.js").splitlines())
+    return "\n".join(line for line in lines if line and not line.startswith("//"))

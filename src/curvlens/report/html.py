@@ -10,10 +10,10 @@ from html import escape
 from itertools import product
 
 from curvlens.report.figures.figure import NARROW, WIDE, Cell, Figure, Table
-from curvlens.report.figures.scene import Common, Scene
+from curvlens.report.figures.scene import Common, Dot, Path, Rect, Scene
 from curvlens.report.figures.words import indexed
 
-TWICE = 400  # cells of a map that is drawn for both widths
+TWICE = 200  # cells of a map that is drawn for both widths
 QUOTED = re.compile(r'="([A-Za-z0-9_.,-]+)"([ >])')
 SWITCHES, PAIRED = 12, 4  # options of a switch that the style knows, and of one of two
 
@@ -21,11 +21,10 @@ SWITCHES, PAIRED = 12, 4  # options of a switch that the style knows, and of one
 def table(content: Table, css: str = "") -> str:
     """A table in the notation of machines, to be sorted and copied as it stands. HTML lets end tags go unsaid."""
     words = [any(isinstance(row[j], str) for row in content.rows) for j in range(len(content.columns))]
-    head = "".join(
-        f'<th{_class(words[j])}>{text(name)}' for j, name in enumerate(content.columns)
-    )
+    head = "".join(f"<th{_class(words[j])}>{text(name)}" for j, name in enumerate(content.columns))
     body = "".join(
-        "<tr>" + "".join(f"<th>{text(c)}" if j == 0 and isinstance(c, str) else _cell(c) for j, c in enumerate(row))
+        "<tr>"
+        + "".join(f"<th>{text(c)}" if j == 0 and isinstance(c, str) else _cell(c) for j, c in enumerate(row))
         for row in content.rows
     )
     return f"<table{f' class={css}' if css else ''}><thead><tr>{head}<tbody>{body}</table>"
@@ -37,17 +36,21 @@ def text(words: str) -> str:
 
 
 def _class(words: bool) -> str:
-    return ' class="words"' if words else ""
+    return ' class="w"' if words else ""
 
 
 def _cell(cell: Cell) -> str:
     if isinstance(cell, str):
-        return f"<td class=words>{text(cell)}"
+        return f"<td class=w>{text(cell)}"
     if isinstance(cell, bool):
         return f"<td>{'yes' if cell else 'no'}"
     if cell is None or (isinstance(cell, float) and not math.isfinite(cell)):
         return "<td>"
-    return f"<td>{cell}" if isinstance(cell, int) else "<td>" + f"{cell:.4g}".replace("e-0", "e-").replace("e+0", "e")
+    return (
+        f"<td>{cell}"
+        if isinstance(cell, int)
+        else "<td>" + f"{cell:.4g}".replace("e-0", "e-").replace("e+0", "e")
+    )
 
 
 def figure(content: Figure) -> str:
@@ -64,10 +67,15 @@ def figure(content: Figure) -> str:
         + "</fieldset>"
         for s, (legend, options) in enumerate(content.switches)
     )
-    wides = [panel.draw(WIDE) for panel in content.panels]
-    common = Common.of(f"{name}-common", wides) if all(scene.grid for scene in wides) else None
-    shared = QUOTED.sub(r"=\1\2", common.svg().replace('"/>', '" />')) if common else ""
-    panels = shared + "".join(_panel(content, k, wide, common) for k, wide in enumerate(wides))
+    wides, smalls = ([panel.draw(width) for panel in content.panels] for width in (WIDE, NARROW))
+    for scene in smalls:  # a phone has no pointer
+        scene.marks = [replace(m, tip="") if isinstance(m, (Path, Dot, Rect)) else m for m in scene.marks]
+    shared = _shared(f"{name}-wide", wides), _shared(f"{name}-small", smalls)
+    drawn = [
+        _panel(content, k, (wides[k], smalls[k]), (shared[0][k], shared[1][k])) for k in range(len(wides))
+    ]
+    used = {common for pair in shared for common in pair if common and f'#{common.name}"' in "".join(drawn)}
+    panels = "".join(_lean(common.svg()) for common in sorted(used, key=lambda c: c.name)) + "".join(drawn)
     return (
         f'<figure id="{name}" class="{kind}"><h3>{text(content.title)}</h3>'
         f'<p class="lead">{text(content.lead)}</p><p class="how">{text(content.how)}</p>'
@@ -76,18 +84,31 @@ def figure(content: Figure) -> str:
     )
 
 
-def _panel(content: Figure, k: int, wide: Scene, common: Common | None) -> str:
-    panel = content.panels[k]
-    small = panel.draw(NARROW)
+def _shared(name: str, scenes: list[Scene]) -> list[Common | None]:
+    """For each scene what it shares with those of the same rows and columns."""
+    keys = [(scene.grid["rows"], scene.grid["cols"]) if scene.grid else None for scene in scenes]
+    found = {
+        key: Common.of(f"{name}-{i}", [scene for scene, own in zip(scenes, keys, strict=True) if own == key])
+        for i, key in enumerate(dict.fromkeys(keys))
+    }
+    return [found[key] for key in keys]
+
+
+def _panel(
+    content: Figure, k: int, scenes: tuple[Scene, Scene], shared: tuple[Common | None, Common | None]
+) -> str:
+    panel, (wide, small) = content.panels[k], scenes
     suffix = "-" + panel.name if panel.name else ""
     wide.name, small.name = f"svg-{content.name}{suffix}", f"svg-{content.name}{suffix}-small"
+    drawn = wide.svg(common=shared[0])
     if wide.grid and wide.width <= 1.3 * NARROW:  # shrinks a little on a phone
-        drawn = _classed(wide.svg(common=common), "fits")
-    elif wide.grid and wide.grid["rows"] * wide.grid["cols"] > TWICE:  # too much to be drawn twice: scrolls on a phone
-        drawn = _classed(wide.svg(common=common), "fixed")
+        drawn = _classed(drawn, "fits")
+    elif (
+        wide.grid and wide.grid["rows"] * wide.grid["cols"] > TWICE
+    ):  # too much to be drawn twice: scrolls on a phone
+        drawn = _classed(drawn, "fixed")
     else:
-        small.marks = [replace(m, tip="") if hasattr(m, "tip") else m for m in small.marks]  # a phone has no pointer
-        drawn = _classed(wide.svg(common=common), "wide") + _classed(small.svg(), "small")
+        drawn = _classed(drawn, "wide") + _classed(small.svg(common=shared[1]), "small")
     classes = "".join(f" s{s}-{choice}" for s, choice in enumerate(panel.choices))
     chosen = " ".join(f"{content.name}-{s}-{choice}" for s, choice in enumerate(panel.choices))
     cells = "".join(f' data-{key}="{escape(words)}"' for key, words in wide.cell_words.items())
@@ -98,8 +119,12 @@ def _panel(content: Figure, k: int, wide: Scene, common: Common | None) -> str:
 
 
 def _classed(svg: str, name: str) -> str:
-    """With its class, and without the quotes that HTML does not ask for."""
-    return QUOTED.sub(r"=\1\2", svg.replace("<svg ", f'<svg class="{name}" ', 1).replace('"/>', '" />'))
+    return _lean(svg.replace("<svg ", f'<svg class="{name}" ', 1))
+
+
+def _lean(svg: str) -> str:
+    """Without the quotes that HTML does not ask for."""
+    return QUOTED.sub(r"=\1\2", svg.replace('"/>', '" />'))
 
 
 def data(name: str, title: str, content: Table) -> str:

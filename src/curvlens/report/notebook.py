@@ -13,7 +13,16 @@ from curvlens.report.figures.words import measured
 from curvlens.report.page import LOOKS, html
 
 MOST = 40_000  # bytes of a cell
-KEYS = ("loss", "gradient_norm", "lambda_max", "lambda_min", "trace.H", "frobenius.H", "frobenius.H_o", "frobenius.H_f")
+KEYS = (
+    "loss",
+    "gradient_norm",
+    "lambda_max",
+    "lambda_min",
+    "trace.H",
+    "frobenius.H",
+    "frobenius.H_o",
+    "frobenius.H_f",
+)
 MARKS = {"problem": "▲", "warning": "△", "notice": "◇", "info": "·"}
 
 
@@ -35,7 +44,7 @@ def cell(report: Report) -> str:
             f'<span style="{small}">{LOOKS[finding.severity][1].lower()}</span></summary>'
             f'<div style="margin:0.2em 0 0.4em 1.2em">{h.text(finding.text)}<br>'
             f'<span style="{small}">{h.text("; ".join(finding.evidence))}. {h.text(finding.uncertainty)}</span><br>'
-            f"{h.text(finding.action)} <span style=\"{small}\">{h.text(finding.source)}</span></div></details>"
+            f'{h.text(finding.action)} <span style="{small}">{h.text(finding.source)}</span></div></details>'
         )
         if size + len(item.encode()) > MOST - 2000:
             parts.append(f'<div style="{small}">and {left} more: <code>.findings</code></div>')
@@ -53,7 +62,8 @@ def _numbers(report: Report) -> str:
     cells = "".join(
         '<span style="display:inline-block;margin:0.4em 1.8em 0.4em 0">'
         f'<span style="font-size:0.85em;opacity:0.75">{h.text(n.label or key)}</span><br>'
-        f'<b style="font-variant-numeric:tabular-nums">{escape(measured(n.value, 0.0 if n.exact else n.stderr))}</b></span>'
+        f'<b style="font-variant-numeric:tabular-nums">'
+        f"{escape(measured(n.value, 0.0 if n.exact else n.stderr))}</b></span>"
         for n, key in known
     )
     return f"<div>{cells}</div>"
@@ -63,7 +73,7 @@ def show(report: Report) -> None:
     """The whole page: in a frame of the notebook's cell, or in the browser."""
     page = html(report)
     if _in_notebook():
-        from IPython.display import HTML, display  # type: ignore[import-not-found]
+        from IPython.display import HTML, display
 
         frame = f'<iframe srcdoc="{escape(page)}" style="width:100%;height:80vh;border:0" title="curvlens"></iframe>'
         display(HTML(frame))
@@ -77,7 +87,7 @@ def show(report: Report) -> None:
 
 def _in_notebook() -> bool:
     try:
-        from IPython import get_ipython  # type: ignore[import-not-found]
+        from IPython import get_ipython
     except ImportError:
         return False
     shell = get_ipython()

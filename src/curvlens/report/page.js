@@ -13,15 +13,15 @@ const data = JSON.parse($('#report').textContent);
 const at = path => plain(path.split('/').reduce((value, key) => value == null ? value : value[key], data));
 function plain(value) {
   if (value?.same) value = value.same.split('/').reduce((part, key) => part[key], data);
-  // a packed list: float32, or the upper halves of one; of a symmetric matrix the upper triangle
-  if (value == null || !value.shape) return value;
-  const bytes = Uint8Array.from(atob(value.f4 || value.b2), c => c.charCodeAt(0)), view = new DataView(bytes.buffer);
-  const size = value.f4 ? 4 : 2, wide = new DataView(new ArrayBuffer(4));
+  // a packed list: float32, or its upper bytes; of a symmetric matrix the upper triangle
+  if (!value?.shape) return value;
+  const size = value.f4 ? 4 : value.f3 ? 3 : 2, text = atob(value.f4 || value.f3 || value.b2);
+  const wide = new DataView(new ArrayBuffer(4));
   let k = 0;
   const next = () => {
-    if (size === 4) return view.getFloat32(4 * k++, true);
-    wide.setUint16(2, view.getUint16(2 * k++, true), true);
-    return wide.getFloat32(0, true);
+    for (let b = 0; b < size; b++) wide.setUint8(b, text.charCodeAt(size * k + size - 1 - b));
+    k++;
+    return wide.getFloat32(0);
   };
   const read = () => { const number = next(); return Number.isNaN(number) ? null : number; };
   const [rows, columns] = value.shape;
@@ -73,8 +73,7 @@ for (const title of all('svg title')) {  // or the browser would show its own be
   const parent = title.parentNode;
   if (parent.tagName === 'svg') {
     parent.setAttribute('aria-label', title.textContent);
-    parent.removeAttribute('aria-labelledby');
-    parent.setAttribute('aria-describedby', $('desc', parent).id);
+    parent.setAttribute('aria-description', $('desc', parent).textContent);
   } else words.set(parent, title.textContent);
   title.remove();
 }
@@ -93,11 +92,11 @@ class Map2 {  // the cells of one map
     const d = svg.dataset;
     [this.x, this.y, this.w, this.h, this.rows, this.cols] = ['x', 'y', 'w', 'h', 'rows', 'cols'].map(k => +d[k]);
     this.say = svg.closest('[data-panel]').dataset;
-    if (this.say.words) [this.words, this.down, this.across] = ['words', 'down', 'across'].map(k => this.say[k].split('|'));
+    for (const k of ['words', 'down', 'across']) if (this.say[k]) this[k] = this.say[k].split('|');
   }
   text(i, j) {
     const say = (row, column, value) => `${row} × ${column}: ${this.say.what} ${value}`;
-    if (this.words) return say(this.down[i], this.across[j], this.words[i * this.cols + j]);
+    if (this.words) return say(this.down[i], this.across[j], this.words[i * this.cols + j] || this.say.absent || 'not known');
     const {source, errors, names, column} = this.say, map = matrix(source, errors, names);
     if (this.say.from) [i, j] = [i, j].map((k, side) => k + +this.say.from.split(',')[side]);  // part of a larger map
     const value = map.value[i][j];
@@ -274,7 +273,7 @@ function large(details) {  // all pairs of a large map, from the data
     map.value.forEach((row, i) => row.forEach((value, j) => {
       if (j < i) return;
       const line = make('tr'), error = map.errors ? map.errors[i][j] : null;
-      for (const name of [label, map.names[i], map.names[j]]) line.append(make('td', {class: 'words'}, name));
+      for (const name of [label, map.names[i], map.names[j]]) line.append(make('td', {class: 'w'}, name));
       line.append(make('td', {}, value == null ? '' : String(Number(value.toPrecision(5)))));
       if (columns > 4) line.append(make('td', {}, error == null ? '' : String(Number(error.toPrecision(2)))));
       body.append(line);

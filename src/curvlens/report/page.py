@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from html import escape
 
 from curvlens.report import html as h
-from curvlens.report.compact import packed, rounded
 from curvlens.report.data import NUMBERS, Finding, Number, Report
 from curvlens.report.document import Section, document
 from curvlens.report.figures import CHAPTERS, chapter, pair, track
 from curvlens.report.figures.figure import Table
 from curvlens.report.figures.words import measured, number
+from curvlens.report.packing import packed
+from curvlens.report.schema import decode_report
 
 # of each severity: the look, the word, and what several are called
 LOOKS = {
@@ -28,6 +30,15 @@ STATES = {
     "skipped": "left out",
     "failed": "failed",
 }
+TERMS = h.text(
+    "H is the Hessian of the mean loss over all scored tokens; H_o its outer-product (Gauss-Newton) part, H_f the "
+    "functional part, H = H_o + H_f. A number is exact, up to rounding, or an estimate from random probes with one "
+    "standard error (68 %); the error of an eigenvalue is its residual: a true one lies at least that near."
+)
+DIGITS = (
+    "The data inside this page keep seven digits of what is exact, four of estimated norms and two of errors; "
+    "the JSON of the report has all."
+)
 MINUTE, HOUR = 60, 3600
 
 
@@ -39,10 +50,17 @@ def html(report: Report) -> str:
         Section("numbers", "Key numbers", _numbers(report)),
     ]
     for name, title, parts in CHAPTERS:
-        pieces = [h.figure(part) if not isinstance(part, str) else h.absent(part) for part in chapter(report, parts)]
+        pieces = [
+            h.figure(part) if not isinstance(part, str) else h.absent(part) for part in chapter(report, parts)
+        ]
         sections.append(Section(name, title, "".join(pieces)))
     sections.append(Section("methods", "Methods and trust", _methods(report)))
     return document(report.meta.title, _about(report), sections, packed(report), "curvlens-report")
+
+
+def rounded(report: Report) -> Report:
+    """The report with the digits that a page keeps: so what a page shows is what it holds."""
+    return decode_report(json.dumps(packed(report)))
 
 
 def comparison(a: Report, b: Report, names: tuple[str, str] = ("A", "B")) -> str:
@@ -56,15 +74,24 @@ def comparison(a: Report, b: Report, names: tuple[str, str] = ("A", "B")) -> str
     ]
     about = [(name, r.meta.title) for name, r in zip(names, (a, b), strict=True)]
     data = {"schema": "curvlens-comparison/1", "names": names, "runs": [packed(a), packed(b)]}
-    return document(f"{a.meta.title} and {b.meta.title}" if a.meta.title != b.meta.title else a.meta.title,
-                    about, sections, data, "curvlens-comparison")  # fmt: skip
+    return document(
+        f"{a.meta.title} and {b.meta.title}" if a.meta.title != b.meta.title else a.meta.title,
+        about,
+        sections,
+        data,
+        "curvlens-comparison",
+    )
 
 
 def timeline(run: track.Track, events: track.Marks = (), title: str = "Curvature through training") -> str:
     """A page of what a `Tracker` recorded; `events` are steps with words for them."""
     pieces = [h.figure(f) if not isinstance(f, str) else h.absent(f) for f in track.figures(run, events)]
     header, steps = run.header, run.steps
-    about = [(name, str(header[name])) for name in ("model", "optimizer", "loss", "dtype", "device") if header.get(name)]
+    about = [
+        (name, str(header[name]))
+        for name in ("model", "optimizer", "loss", "dtype", "device")
+        if header.get(name)
+    ]
     about.append(("measurements", f"{len(steps):,}" + (f", to step {steps[-1]:,}" if steps else "")))
     listed = "".join(f"<li>step {number(step, 6)}: {h.text(words)}</li>" for step, words in events)
     sections = [Section("training", "Through training", "".join(pieces))]
@@ -126,7 +153,9 @@ def _findings(found: Sequence[Finding]) -> str:
     counts = [(sum(f.severity == severity for f in found), names) for severity, (*_, names) in LOOKS.items()]
     listed = ", ".join(f"{count} {names[count != 1]}" for count, names in counts if count)
     items = "".join(f"<li>{_finding(f)}</li>" for f in found)
-    return f'<p class="lead">{escape(listed)}; each with what it rests on.</p><ol class="findings">{items}</ol>'
+    return (
+        f'<p class="lead">{escape(listed)}; each with what it rests on.</p><ol class="findings">{items}</ol>'
+    )
 
 
 def _finding(f: Finding) -> str:
@@ -150,7 +179,15 @@ def _numbers(report: Report) -> str:
         return h.absent("No number was measured.")
     tiles = "".join(_tile(key, report.numbers[key]) for key in order)
     rows = tuple(
-        (key, n.label, n.value, 0.0 if n.exact else n.stderr, "exact" if n.exact else "estimated", n.samples, n.products)
+        (
+            key,
+            n.label,
+            n.value,
+            0.0 if n.exact else n.stderr,
+            "exact" if n.exact else "estimated",
+            n.samples,
+            n.products,
+        )
         for key, n in ((key, report.numbers[key]) for key in order)
     )
     columns = ("key", "what", "value", "±", "kind", "samples", "products")
@@ -171,9 +208,10 @@ def _tile(key: str, n: Number) -> str:
         notes.append("not converged")
     if n.note:
         notes.append(n.note)
+    stored = f' data-v="{n.value!r}"' if math.isfinite(n.value) else ""
     return (
         f"<div><dt>{h.text(n.label or NUMBERS.get(key, key))}</dt>"
-        f'<dd class="value" data-key="{escape(key)}" data-v="{n.value!r}">{escape(value)}{error}</dd>'
+        f'<dd class="value" data-key="{escape(key)}"{stored}>{escape(value)}{error}</dd>'
         f'<dd class="note">{h.text("; ".join(notes))}</dd></div>'
     )
 
@@ -199,7 +237,8 @@ def _count(n: int, what: str) -> str:
 def _methods(report: Report) -> str:
     m = report.meta
     stages = tuple(
-        (s.title or s.name, STATES[s.status], s.why or "–", s.products, round(s.seconds, 2)) for s in report.stages
+        (s.title or s.name, STATES[s.status], s.why or "–", s.products, round(s.seconds, 2))
+        for s in report.stages
     )
     pairs = [
         ("engine", m.engine),
@@ -207,22 +246,30 @@ def _methods(report: Report) -> str:
         ("device", m.device),
         ("preset", m.preset),
         ("seed", str(m.seed)),
-        ("data", f"{_count(m.sequences, 'sequence')} in {_count(m.batches, 'batch')}, {m.scored_tokens:,.0f} scored tokens"),
+        (
+            "data",
+            f"{_count(m.sequences, 'sequence')} in {_count(m.batches, 'batch')}, {m.scored_tokens:,.0f} scored tokens",
+        ),
         ("optimizer", m.optimizer or "none given"),
         ("cost", f"{m.products:,} products in {duration(m.seconds)}"),
         ("versions", ", ".join(f"{name} {version}" for name, version in m.versions.items())),
     ]
-    rows = "".join(f'<tr><th scope="row" class="words">{a}</th><td class="words">{h.text(b)}</td></tr>' for a, b in pairs)
+    rows = "".join(
+        f'<tr><th scope="row" class="w">{a}</th><td class="w">{h.text(b)}</td></tr>' for a, b in pairs
+    )
     hashes = "".join(
-        f'<tr><th scope="row" class="words">{name}</th><td class="words hash"><code>{escape(value or "not taken")}</code></td></tr>'
-        for name, value in (("SHA-256 of the weights", m.weights_sha256), ("SHA-256 of the data", m.data_sha256))
+        f'<tr><th scope="row" class="w">{name}</th>'
+        f'<td class="w hash"><code>{escape(value or "not taken")}</code></td></tr>'
+        for name, value in (
+            ("SHA-256 of the weights", m.weights_sha256),
+            ("SHA-256 of the data", m.data_sha256),
+        )
     )
     notes = "".join(f"<p>{escape(note)}</p>" for note in m.notes)
     table = h.table(Table(("part", "how", "remark", "products", "seconds"), stages), css="plain")
     return (
-        "<p>H is the Hessian of the mean loss over all scored tokens; H<sub>o</sub> its outer-product (Gauss-Newton) part, H<sub>f</sub> the "
-        "functional part, H = H<sub>o</sub> + H<sub>f</sub>. A number is exact, up to rounding, or an estimate from random probes with one "
-        "standard error (68 %); the error of an eigenvalue is its residual: a true one lies at least that near.</p>"
-        f'{notes}<h3>What was done</h3><div class="sheet" tabindex="0" role="region" aria-label="Parts of the analysis">{table}</div>'
+        f"<p>{TERMS}</p>{notes}<h3>What was done</h3>"
+        f'<div class="sheet" tabindex="0" role="region" aria-label="Parts of the analysis">{table}</div>'
         f'<h3>With what</h3><div class="sheet"><table class="plain"><tbody>{rows}{hashes}</tbody></table></div>'
+        f"<p class=how>{DIGITS}</p>"
     )

@@ -13,10 +13,18 @@ if TYPE_CHECKING:
 
 # sections of the page: name, title, the figures in it as (module, function)
 CHAPTERS = (
-    ("where", "Where it curves", (("blocks", "block_map"), ("blocks", "by_role"), ("spectra", "eigenvectors"))),
+    (
+        "where",
+        "Where it curves",
+        (("blocks", "block_map"), ("blocks", "by_role"), ("spectra", "eigenvectors")),
+    ),
     ("attention", "Attention heads", (("heads", "head_map"),)),
     ("by-depth", "Through the depth", (("depth", "depth_profile"),)),
-    ("eigenvalues", "Eigenvalues", (("spectra", "spectrum"), ("spectra", "block_spectra"), ("spectra", "divergence"))),
+    (
+        "eigenvalues",
+        "Eigenvalues",
+        (("spectra", "spectrum"), ("spectra", "block_spectra"), ("spectra", "divergence")),
+    ),
     ("limits", "Limits", (("limits", "sharpness"), ("limits", "bounds"), ("limits", "noise"))),
 )
 
@@ -55,5 +63,7 @@ def save(report: Report, folder: str | Path) -> list[Path]:
         paths.append(target / f"{figure.name}.csv")
         write(paths[-1], figure.table.csv())
     if not png:
-        print("figures: SVG only; for PNG install matplotlib: pip install 'curvlens[report]'", file=sys.stderr)
+        print(
+            "figures: SVG only; for PNG install matplotlib: pip install 'curvlens[report]'", file=sys.stderr
+        )
     return paths

@@ -12,7 +12,15 @@ from collections.abc import Iterable, Sequence
 
 from curvlens.report.data import PARTS, Group, Map, Report
 from curvlens.report.figures.figure import Figure, Panel, Table
-from curvlens.report.figures.heatmap import DECADES, MOST_CELLS, MOST_WORDS, SQUARE, Colouring, Source, heatmap
+from curvlens.report.figures.heatmap import (
+    DECADES,
+    MOST_CELLS,
+    MOST_WORDS,
+    SQUARE,
+    Colouring,
+    Source,
+    heatmap,
+)
 from curvlens.report.figures.missing import sentence
 from curvlens.report.figures.scale import Log
 from curvlens.report.figures.scene import Scene
@@ -21,7 +29,7 @@ from curvlens.report.figures.words import measured, runs
 NAMES = {"H": "H", "H_o": "H_o, outer", "H_f": "H_f, functional"}
 ROLES = ("embed", "norm", "query", "key", "value", "out", "up", "gate", "down", "head", "other")
 LEAST_LAYERS = 4  # rows of a map by layers, for it to say more than that by blocks
-MOST_ROWS = 40  # of pairs in the table of a large map
+MOST_ROWS = 25  # of pairs in the table of a large map
 
 
 def coarser(matrix: Map, rows: Sequence[Sequence[int]]) -> tuple[list[list[float]], list[list[float]]]:
@@ -64,7 +72,11 @@ def block_map(report: Report) -> Figure | str:
     if len(views) > 1:
         switches.append(("Shown", tuple(label for label, _ in views)))
     total = len(names) * (len(names) + 1) // 2 * len(parts)
-    note = f"The {len(rows):,} largest of {total:,} pairs; squares of norms add up over blocks." if len(rows) < total else ""
+    note = (
+        f"The {len(rows):,} largest of {total:,} pairs; squares of norms add up over blocks."
+        if len(rows) < total
+        else ""
+    )
     return Figure(
         "blocks",
         "The Hessian, block by block",
@@ -72,14 +84,20 @@ def block_map(report: Report) -> Figure | str:
         "Each cell is the Frobenius norm of one block of the matrix, on a logarithmic scale; the diagonal is a "
         "block with itself. Squares add up, so layers are exact sums of their blocks. "
         + ("A pair of layers opens into its blocks by a click or Enter. " if len(views) > 1 else "")
-        + ("The norms are exact." if report.maps[parts[0]].exact else "The norms are estimates, ± one standard error."),
+        + (
+            "The norms are exact."
+            if report.maps[parts[0]].exact
+            else "The norms are estimates, ± one standard error."
+        ),
         tuple(panels),
         Table(
-            ("matrix", "row", "column", "‖·‖_F", "±"), tuple(rows), note,
+            ("matrix", "row", "column", "‖·‖_F", "±"),
+            tuple(rows),
+            note,
             " ".join(f"maps/{part}" for part in parts) if len(rows) < total else "",
         ),
         tuple(switches),
-    )  # fmt: skip
+    )
 
 
 def _map_panel(report: Report, part: str, view: str, choices: tuple[int, ...]) -> Panel:
@@ -98,15 +116,29 @@ def _map_panel(report: Report, part: str, view: str, choices: tuple[int, ...]) -
 
     def draw(width: float) -> Scene:
         scene = heatmap(
-            f"blocks-{part}-{view}", title, f"{len(names)} by {len(names)} {view}; darker is larger.", value, names,
-            names, colouring, errors=None if matrix.exact else error, unit=f"‖{part}‖_F of a block",
-            what=f"‖{part}‖_F", width=width, cell=cell,
+            f"blocks-{part}-{view}",
+            title,
+            f"{len(names)} by {len(names)} {view}; darker is larger.",
+            value,
+            names,
+            names,
+            colouring,
+            errors=None if matrix.exact else error,
+            unit=f"‖{part}‖_F of a block",
+            what=f"‖{part}‖_F",
+            width=width,
+            cell=cell,
             source=Source(f"{source}/value", "" if matrix.exact else f"{source}/stderr", f"{source}/names")
-            if source else None,
-        )  # fmt: skip
+            if source
+            else None,
+        )
         if view == "layers":  # the blocks inside of a cell can be opened
             ends = Log.of((v for row in matrix.value for v in row), DECADES)
-            scene.cell_words |= {"detail": f"maps/{part}", "low": f"{ends.low:.6g}", "high": f"{ends.high:.6g}"}
+            scene.cell_words |= {
+                "detail": f"maps/{part}",
+                "low": f"{ends.low:.6g}",
+                "high": f"{ends.high:.6g}",
+            }
         return scene
 
     return Panel(draw, choices, f"{part}-{view}")
@@ -134,7 +166,13 @@ def _pair_rows(report: Report, parts: Sequence[str]) -> list[tuple[str, str, str
         matrix = report.maps[part]
         n = len(matrix.names)
         found = [
-            (part, matrix.names[i], matrix.names[j], matrix.value[i][j], 0.0 if matrix.exact else matrix.stderr[i][j])
+            (
+                part,
+                matrix.names[i],
+                matrix.names[j],
+                matrix.value[i][j],
+                0.0 if matrix.exact else matrix.stderr[i][j],
+            )
             for i in range(n)
             for j in range(i, n)
         ]
@@ -150,10 +188,10 @@ def by_role(report: Report) -> Figure | str:
     for part in PARTS:
         if part in report.maps:
             m = report.maps[part]
-            at = {name: i for i, name in enumerate(m.names)}
-            if not all(g.name in at for g in report.groups):
+            row = {name: i for i, name in enumerate(m.names)}
+            if not all(g.name in row for g in report.groups):
                 continue  # the map's rows are coarser
-            n = [at[g.name] for g in report.groups]
+            n = [row[g.name] for g in report.groups]
             errors = [0.0 if m.exact else m.stderr[i][i] for i in n]
             kinds.append((f"‖{part}‖_F", f"norm-{part}", [m.value[i][i] for i in n], errors, False))
     for part in PARTS:
@@ -161,25 +199,22 @@ def by_role(report: Report) -> Figure | str:
             t = report.traces[part]
             errors = [0.0] * len(t.value) if t.exact else t.stderr
             kinds.append((f"tr {part}", f"trace-{part}", t.value, errors, True))
-    for label, name, values in (
-        ("gradient", "gradient", [g.gradient for g in report.groups]),
-        ("weights", "weight", [g.weight for g in report.groups]),
-    ):
-        if any(math.isfinite(v) for v in values):
-            kinds.append((label, name, values, [0.0] * len(values), False))
+    gradient = [g.gradient for g in report.groups]
+    if any(math.isfinite(v) for v in gradient):
+        kinds.append(("gradient", "gradient", gradient, [0.0] * len(gradient), False))
     if not kinds:
         return _absent(report, "Norms and traces of the diagonal blocks")
     places, rows, columns = _places(report.groups)
     panels = tuple(_role_panel(k, kinds[k], places, rows, columns) for k in range(len(kinds)))
     header = ["block", "role", "parameters", "gradient norm", "weight norm"]
     for label, name, *_ in kinds:
-        if name not in ("gradient", "weight"):
+        if name != "gradient":
             header += [label, f"± {label}"]
     table = []
     for i, g in enumerate(report.groups):
         line: list[str | float | int | None] = [g.name, g.role, g.size, g.gradient, g.weight]
         for _, name, values, errors, _ in kinds:
-            if name not in ("gradient", "weight"):
+            if name != "gradient":
                 line += [values[i], errors[i]]
         table.append(tuple(line))
     label, _, values, errors, _ = kinds[0]
@@ -189,7 +224,8 @@ def by_role(report: Report) -> Figure | str:
         "roles",
         "Each layer by what its weights do",
         f"The largest {label} of a diagonal block: {named}.",
-        "Diagonal blocks: norm, trace, gradient and size of the weights. Traces have signs: blue is positive, orange "
+        "Diagonal blocks: norm, trace, and the loss's gradient; the table has the weights' norm too. "
+        "Traces have signs: blue is positive, orange "
         "negative. Groups of one kind in one layer are combined: squares of norms add, traces add.",
         panels,
         Table(tuple(header), tuple(table)),
@@ -236,15 +272,23 @@ def _role_panel(
 
     def draw(width: float) -> Scene:
         return heatmap(
-            f"roles-{name}", f"{label} of the diagonal blocks", "Layers by roles of their weights.", matrix, rows,
-            columns, colouring, errors=spread, unit=label, width=width, cell=SQUARE if many else 62,
-            cell_height=22 if len(rows) <= 32 else 12, absent="no such weights",
-        )  # fmt: skip
+            f"roles-{name}",
+            f"{label} of the diagonal blocks",
+            "Layers by roles of their weights.",
+            matrix,
+            rows,
+            columns,
+            colouring,
+            errors=spread,
+            unit=label,
+            width=width,
+            cell=SQUARE if many else 62,
+            cell_height=22 if len(rows) <= 32 else 12,
+            absent="no such weights",
+        )
 
     return Panel(draw, (k,), name)
 
 
 def _absent(report: Report, what: str) -> str:
     return sentence(report, what, "norms")
-
-

@@ -19,7 +19,9 @@ def hexadecimal(lightness: float, chroma: float, hue: float) -> str:
     for _ in range(16):
         middle = (low + high) / 2
         low, high = (middle, high) if _inside(_linear(lightness, middle, hue)) else (low, middle)
-    return "#" + "".join(f"{round(255 * _encode(min(1, max(0, c)))):02x}" for c in _linear(lightness, low, hue))
+    return "#" + "".join(
+        f"{round(255 * _encode(min(1, max(0, c)))):02x}" for c in _linear(lightness, low, hue)
+    )
 
 
 def _linear(lightness: float, chroma: float, hue: float) -> tuple[float, float, float]:

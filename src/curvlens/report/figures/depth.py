@@ -10,7 +10,12 @@ from curvlens.report.figures.figure import Figure, Panel, Table
 from curvlens.report.figures.missing import sentence
 from curvlens.report.figures.words import number
 
-KEYS = {"frobenius": "Frobenius norm", "trace": "trace", "largest": "largest eigenvalue", "smallest": "smallest eigenvalue"}
+KEYS = {
+    "frobenius": "Frobenius norm",
+    "trace": "trace",
+    "largest": "largest eigenvalue",
+    "smallest": "smallest eigenvalue",
+}
 
 
 def depth_profile(report: Report) -> Figure | str:
@@ -43,19 +48,35 @@ def depth_profile(report: Report) -> Figure | str:
 
 def _panel(k: int, key: str, steps: list[Depth]) -> Panel:
     series = [
-        Series("passed down", "outer", [_value(s.passed, key) for s in steps], [_error(s.passed, key) for s in steps]),
-        Series("created", "functional", [_value(s.created, key) for s in steps], [_error(s.created, key) for s in steps]),
+        Series(
+            "passed down",
+            "outer",
+            [_value(s.passed, key) for s in steps],
+            [_error(s.passed, key) for s in steps],
+        ),
+        Series(
+            "created",
+            "functional",
+            [_value(s.created, key) for s in steps],
+            [_error(s.created, key) for s in steps],
+        ),
     ]
     scale = log_range(series)
     return Panel(
         lambda width: dots(
-            f"depth-{key}", f"{KEYS[key]} of passed and created curvature by depth",
-            "One row a sublayer in the order of the forward pass.", [s.name for s in steps], series, scale,
-            unit=KEYS[key], connect=True, width=width,
+            f"depth-{key}",
+            f"{KEYS[key]} of passed and created curvature by depth",
+            "One row a sublayer in the order of the forward pass.",
+            [s.name for s in steps],
+            series,
+            scale,
+            unit=KEYS[key],
+            connect=True,
+            width=width,
         ),
         (k,),
         key,
-    )  # fmt: skip
+    )
 
 
 def _lead(steps: list[Depth]) -> str:

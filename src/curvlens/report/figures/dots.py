@@ -82,7 +82,8 @@ def dots(
     for k, s in enumerate(series):
         shift = spread * (k - (len(series) - 1) / 2) * 2 / max(1, len(series) - 1)
         whiskers = [
-            _whisker(place, v, s.error(i), log, top + (i + 0.5) * pitch + shift) for i, v in enumerate(s.values)
+            _whisker(place, v, s.error(i), log, top + (i + 0.5) * pitch + shift)
+            for i, v in enumerate(s.values)
         ]
         if any(whiskers):
             scene.segments(f"line-{s.colour}", [w for w in whiskers if w])
@@ -109,9 +110,17 @@ def _whisker(
 
 
 def _mark(
-    scene: Scene, s: Series, shape: str, value: float, at: float | None, y: float,
-    gutter: float, log: bool, pitch: float, tip: str,
-) -> None:  # fmt: skip
+    scene: Scene,
+    s: Series,
+    shape: str,
+    value: float,
+    at: float | None,
+    y: float,
+    gutter: float,
+    log: bool,
+    pitch: float,
+    tip: str,
+) -> None:
     radius = 4.0 if pitch >= 12 else 2.6
     if at is None:
         if value == 0:
@@ -163,7 +172,11 @@ def _key(
 
 
 def _axes(
-    scene: Scene, scale: Linear | Log | SymLog, box: tuple[float, float, float, float], unit: str, width: float
+    scene: Scene,
+    scale: Linear | Log | SymLog,
+    box: tuple[float, float, float, float],
+    unit: str,
+    width: float,
 ) -> None:
     start, stop, top, bottom = box
     last = -math.inf

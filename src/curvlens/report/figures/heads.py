@@ -15,7 +15,9 @@ BLOCKS = ("QQ", "KK", "QK", "VQ", "VK")
 WHAT = {"QQ": "query–query", "KK": "key–key", "QK": "query–key", "VQ": "value–query", "VK": "value–key"}
 MOMENTS = {"first": "‖M1 − mean‖", "second": "tr M2", "third": "|tr M3[w]|"}
 
-Quantity = tuple[str, str, str, list[list[float]], list[list[float]], bool]  # label, name, words, values, errors, signed
+Quantity = tuple[
+    str, str, str, list[list[float]], list[list[float]], bool
+]  # label, name, words, values, errors, signed
 
 
 def quantities(heads: HeadTable) -> list[Quantity]:
@@ -32,8 +34,16 @@ def quantities(heads: HeadTable) -> list[Quantity]:
             found.append((f"‖{block}‖", f"norm-{block}", words, norms, errors, False))
     for block in ("QQ", "KK"):
         if block in heads.traces:
-            found.append((f"tr {block}", f"trace-{block}", f"trace of the {WHAT[block]} block", heads.traces[block],
-                          [[0.0] * len(row) for row in heads.traces[block]], True))  # fmt: skip
+            found.append(
+                (
+                    f"tr {block}",
+                    f"trace-{block}",
+                    f"trace of the {WHAT[block]} block",
+                    heads.traces[block],
+                    [[0.0] * len(row) for row in heads.traces[block]],
+                    True,
+                )
+            )
     if heads.entropy:
         none = [[0.0] * len(row) for row in heads.entropy]
         found.append(("entropy", "entropy", "mean entropy of attention, in nats", heads.entropy, none, False))
@@ -92,12 +102,22 @@ def _panel(k: int, quantity: Quantity, heads: HeadTable) -> Panel:
 
     def draw(width: float) -> Scene:
         return heatmap(
-            f"heads-{name}", f"{words}, layers by heads", "One row a layer, one column a head.", values,
-            heads.layers, [f"{kind} {h}" if count <= 4 else str(h) for h in range(count)], colouring, errors=errors,
-            unit=words, what=label, width=width, cell=SQUARE if count * len(values) > MOST_CELLS else 62,
-            cell_height=22 if len(values) <= 32 else 13, thin=True,
+            f"heads-{name}",
+            f"{words}, layers by heads",
+            "One row a layer, one column a head.",
+            values,
+            heads.layers,
+            [f"{kind} {h}" if count <= 4 else str(h) for h in range(count)],
+            colouring,
+            errors=errors,
+            unit=words,
+            what=label,
+            width=width,
+            cell=SQUARE if count * len(values) > MOST_CELLS else 62,
+            cell_height=22 if len(values) <= 32 else 13,
+            thin=True,
             source=source,
-        )  # fmt: skip
+        )
 
     return Panel(draw, (k,), name)
 
@@ -105,7 +125,12 @@ def _panel(k: int, quantity: Quantity, heads: HeadTable) -> Panel:
 def _source(name: str, heads: HeadTable) -> Source:
     """Where the panel's numbers are in the data."""
     kind, _, key = name.partition("-")
-    path = {"norm": f"norms/{key}", "trace": f"traces/{key}", "entropy": "entropy", "moment": f"moments/{key}"}[kind]
+    path = {
+        "norm": f"norms/{key}",
+        "trace": f"traces/{key}",
+        "entropy": "entropy",
+        "moment": f"moments/{key}",
+    }[kind]
     exact = kind != "norm" or all(heads.exact.get(key, [False]))
     return Source(f"heads/{path}", "" if exact else f"heads/stderr/{key}", "heads/layers", "head")
 

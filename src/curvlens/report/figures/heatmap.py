@@ -33,7 +33,9 @@ class Colouring:
         return cls(Log.of(values, decades))
 
     @classmethod
-    def linear(cls, values: Iterable[float], low: float | None = None, high: float | None = None) -> Colouring:
+    def linear(
+        cls, values: Iterable[float], low: float | None = None, high: float | None = None
+    ) -> Colouring:
         known = [v for v in values if math.isfinite(v)] or [0.0]
         return cls(Linear(min(known) if low is None else low, max(known) if high is None else high))
 
@@ -95,7 +97,11 @@ def heatmap(
     dense = not thin and (width - 130) / max(1, len(columns)) < 12
     left = 12 + min(0.4 * width, max((extent(text) for text, _ in _names(rows, dense)), default=0))
     longest = max((extent(text) for text, _ in _names(columns, dense)), default=0)
-    flat = thin or longest <= min(cell, (width - left - 8) / max(1, len(columns))) - 4 or (dense and longest < 30)
+    flat = (
+        thin
+        or longest <= min(cell, (width - left - 8) / max(1, len(columns))) - 4
+        or (dense and longest < 30)
+    )
     top = 18.0 if flat else 10 + 0.82 * min(longest, 150)
     w = min(cell, (width - left - (8 if flat else 0.58 * min(longest, 60))) / max(1, len(columns)))
     h = min(w, cell) if cell_height is None else cell_height
@@ -110,7 +116,9 @@ def heatmap(
             continue
         free = middle * w + extent(text) / 2 + 4
         at = x(0) + middle * w
-        scene.text("name", at if flat else at + 3, top - 6, text, "middle" if flat else "start", 0 if flat else -55)
+        scene.text(
+            "name", at if flat else at + 3, top - 6, text, "middle" if flat else "start", 0 if flat else -55
+        )
     if len(rows) * len(columns) > MOST_CELLS:
         _picture(scene, values, colouring, (left, top, w, h))
     else:
@@ -123,14 +131,23 @@ def heatmap(
         scene.cell_words = {k: v for k, v in asdict(source).items() if v}
     else:
         error = (lambda i, j: errors[i][j]) if errors is not None else lambda i, j: 0.0
-        say = lambda v, e: absent if math.isnan(v) else measured(v, e)  # noqa: E731
+        say = lambda v, e: "" if math.isnan(v) else measured(v, e)  # noqa: E731
         words = (say(v, error(i, j)) for i, row in enumerate(values) for j, v in enumerate(row))
         scene.cell_words = {"down": "|".join(rows), "across": "|".join(columns), "words": "|".join(words)}
+        scene.cell_words["absent"] = absent
     scene.cell_words["what"] = what or unit
-    right = max(left + w * len(columns), *(left + (j + 0.5) * w + (0 if flat else 0.6 * extent(c))
-                for c, j in [(text, m - 0.5) for text, m in _names(columns, dense)][-2:]), left + 290)  # fmt: skip
+    right = max(
+        left + w * len(columns),
+        *(
+            left + (j + 0.5) * w + (0 if flat else 0.6 * extent(c))
+            for c, j in [(text, m - 0.5) for text, m in _names(columns, dense)][-2:]
+        ),
+        left + 290,
+    )
     scene.width = min(width, right + 12)
-    scene.height = _legend(scene, colouring, values, left, y(len(rows)) + 18, scene.width - left - 8, unit, absent)
+    scene.height = _legend(
+        scene, colouring, values, left, y(len(rows)) + 18, scene.width - left - 8, unit, absent
+    )
     return scene
 
 
@@ -138,8 +155,10 @@ def _names(names: Sequence[str], dense: bool) -> list[tuple[str, float]]:
     """Each label with the middle of what it names, in cells."""
     if not dense:
         return [(name, i + 0.5) for i, name in enumerate(names)]
-    found = [(layer.rpartition("layer.")[2] if "layer." in layer else layer, (a + b) / 2, b - a)
-             for layer, a, b in runs(names)]  # fmt: skip
+    found = [
+        (layer.rpartition("layer.")[2] if "layer." in layer else layer, (a + b) / 2, b - a)
+        for layer, a, b in runs(names)
+    ]
     kept: list[tuple[str, float]] = []
     least = len(names) / 40  # of a label's distance to the one before
     for text, middle, _ in found:
@@ -155,7 +174,9 @@ def _picture(
     left, top, w, h = box
     right, bottom = left + w * len(values[0]), top + h * len(values)
     roles = [[colouring.role(v) for v in row] for row in values]
-    if len(values) * len(values[0]) > MOST_WORDS:  # half the colours: at a few pixels a cell nobody tells them apart
+    if (
+        len(values) * len(values[0]) > MOST_WORDS
+    ):  # half the colours: at a few pixels a cell nobody tells them apart
         roles = [[f"{r[0]}{int(r[1:]) & ~1}" if r[1:].isdigit() else r for r in row] for row in roles]
     scene.raster(left, top, right - left, bottom - top, [[_plain(role) for role in row] for row in roles])
     if min(w, h) < 8:
@@ -230,7 +251,13 @@ def _separate(
 
 
 def _legend(
-    scene: Scene, colouring: Colouring, values: Matrix, left: float, top: float, room: float, unit: str,
+    scene: Scene,
+    colouring: Colouring,
+    values: Matrix,
+    left: float,
+    top: float,
+    room: float,
+    unit: str,
     absent: str,
 ) -> float:
     """A bar with ticks, and what stands for zero and for a missing value where there are some; its lower end."""
@@ -263,4 +290,3 @@ def _legend(
             at += 36 + extent(words)
             bottom = max(bottom, line + 14)
     return bottom + 4
-

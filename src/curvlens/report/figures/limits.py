@@ -27,7 +27,9 @@ def bounds(report: Report) -> Figure | str:
             f"The bound is {number(min(gaps))} to {number(max(gaps))} times the true norm, "
             f"{number(middle)} times at the median of {len(gaps)} blocks."
         )
-    shown = sorted(range(len(rows)), key=lambda i: -rows[i].total if math.isfinite(rows[i].total) else math.inf)[:MOST]
+    shown = sorted(
+        range(len(rows)), key=lambda i: -rows[i].total if math.isfinite(rows[i].total) else math.inf
+    )[:MOST]
     shown.sort()
     series = [
         Series("true norm", "total", [rows[i].true for i in shown]),
@@ -45,14 +47,22 @@ def bounds(report: Report) -> Figure | str:
         (
             Panel(
                 lambda width: dots(
-                    "bounds", "Upper bounds of spectral norms beside the true norms", "One row a block.",
-                    [names[i] for i in shown], series, log_range(series), unit="spectral norm", width=width,
+                    "bounds",
+                    "Upper bounds of spectral norms beside the true norms",
+                    "One row a block.",
+                    [names[i] for i in shown],
+                    series,
+                    log_range(series),
+                    unit="spectral norm",
+                    width=width,
                 )
             ),
         ),
-        Table(("row", "column", "true", "bound of H", "bound of H_o", "bound of H_f"),
-              tuple((r.row, r.column, r.true, r.total, r.outer, r.functional) for r in rows)),
-    )  # fmt: skip
+        Table(
+            ("row", "column", "true", "bound of H", "bound of H_o", "bound of H_f"),
+            tuple((r.row, r.column, r.true, r.total, r.outer, r.functional) for r in rows),
+        ),
+    )
 
 
 def sharpness(report: Report) -> Figure | str:
@@ -68,7 +78,12 @@ def sharpness(report: Report) -> Figure | str:
         else:
             parts.append(f"{s.label}: {s.value}, no threshold is known without a learning rate")
     series = [
-        Series("sharpness", "total", [s.value.value for s in found], [0.0 if s.value.exact else s.value.stderr for s in found]),
+        Series(
+            "sharpness",
+            "total",
+            [s.value.value for s in found],
+            [0.0 if s.value.exact else s.value.stderr for s in found],
+        ),
         Series("threshold", "alarm", [s.threshold for s in found]),
     ]
     series = [s for s in series if any(math.isfinite(v) for v in s.values)]
@@ -81,15 +96,33 @@ def sharpness(report: Report) -> Figure | str:
         (
             Panel(
                 lambda width: dots(
-                    "sharpness", "Sharpness beside the stability threshold", "One row a view of the Hessian.",
-                    [s.label for s in found], series, log_range(series), unit="eigenvalue", width=width,
+                    "sharpness",
+                    "Sharpness beside the stability threshold",
+                    "One row a view of the Hessian.",
+                    [s.label for s in found],
+                    series,
+                    log_range(series),
+                    unit="eigenvalue",
+                    width=width,
                 )
             ),
         ),
-        Table(("seen as", "sharpness", "±", "threshold", "rule", "rate in use", "largest stable rate"),
-              tuple((s.label, s.value.value, 0.0 if s.value.exact else s.value.stderr, s.threshold, s.rule or "none", s.rate,
-                     s.largest_rate) for s in found)),
-    )  # fmt: skip
+        Table(
+            ("seen as", "sharpness", "±", "threshold", "rule", "rate in use", "largest stable rate"),
+            tuple(
+                (
+                    s.label,
+                    s.value.value,
+                    0.0 if s.value.exact else s.value.stderr,
+                    s.threshold,
+                    s.rule or "none",
+                    s.rate,
+                    s.largest_rate,
+                )
+                for s in found
+            ),
+        ),
+    )
 
 
 def noise(report: Report) -> Figure | str:
@@ -115,14 +148,26 @@ def noise(report: Report) -> Figure | str:
         (
             Panel(
                 lambda width: dots(
-                    "noise", "Numbers on parts of the data, relative to their mean", "One row a number.",
-                    [n.label for n in found], series, scale, unit="relative to the mean over parts", width=width,
-                    key=(("muted", "circle", "a part of the data"), ("total", "square", "mean ± standard error")),
+                    "noise",
+                    "Numbers on parts of the data, relative to their mean",
+                    "One row a number.",
+                    [n.label for n in found],
+                    series,
+                    scale,
+                    unit="relative to the mean over parts",
+                    width=width,
+                    key=(
+                        ("muted", "circle", "a part of the data"),
+                        ("total", "square", "mean ± standard error"),
+                    ),
                 )
             ),
         ),
-        Table(("number", "mean", "± mean", "spread", *(f"part {k + 1}" for k in range(count))),
-              tuple((n.label, n.mean, n.stderr, n.spread, *n.values, *[None] * (count - len(n.values))) for n in found)),
-    )  # fmt: skip
-
-
+        Table(
+            ("number", "mean", "± mean", "spread", *(f"part {k + 1}" for k in range(count))),
+            tuple(
+                (n.label, n.mean, n.stderr, n.spread, *n.values, *[None] * (count - len(n.values)))
+                for n in found
+            ),
+        ),
+    )

@@ -107,13 +107,15 @@ def multiples(
     each = (width - 10 * (count - 1) - 12) / count
     scene = Scene(name, title, description, width)
     pitch = height + 28
+    zeros: list[tuple[Point, Point]] = []
+    feet: list[tuple[Point, Point]] = []
     for k, (label, curve) in enumerate(panels):
         left, top = 6 + (k % count) * (each + 10), 16 + (k // count) * pitch
         frame = Frame(x, y, left, left + each, top, top + height)
         zero = frame.across(0.0)
         if zero is not None:
-            scene.line("zero-line", (zero, top), (zero, frame.bottom))
-        scene.line("axis", (left, frame.bottom), (left + each, frame.bottom))
+            zeros.append(((zero, top), (zero, frame.bottom)))
+        feet.append(((left, frame.bottom), (left + each, frame.bottom)))
         room = int(each / (0.55 * 11.5))
         scene.text("name", left, top - 4, label if len(label) <= room else "…" + label[1 - room :])
         spots = [p for a, b in zip(curve.x, curve.y, strict=True) if (p := frame.at(a, b, True)) is not None]
@@ -122,6 +124,8 @@ def multiples(
             scene.area(f"hill-{curve.colour}", [*spots, *ends])
         if k >= len(panels) - count:
             _ticks_below(scene, frame, 0, max(3, int(each / 40)))
+    scene.segments("zero-line", zeros)
+    scene.segments("axis", feet)
     rows = -(-len(panels) // count)
     scene.height = 16 + rows * pitch + (22 if x_label else 6)
     if x_label:
@@ -204,7 +208,9 @@ def _curve(scene: Scene, frame: Frame, curve: Line, floor: bool) -> None:
                 words = f"{tip}{number(value)}, which has no place on this axis"
                 scene.dot(f"hollow-{curve.colour}", across, frame.bottom, "triangle", 4, words)
             elif across is not None:
-                scene.dot(f"hollow-{curve.colour}", across, frame.top, "diamond", 4, f"{tip}not a finite number")
+                scene.dot(
+                    f"hollow-{curve.colour}", across, frame.top, "diamond", 4, f"{tip}not a finite number"
+                )
         elif curve.dots or point in lone:
             scene.dot(f"mark-{curve.colour}", *point, "circle", 3, tip + measured(value, error))
 

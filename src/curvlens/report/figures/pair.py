@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from curvlens.report.data import NUMBERS, Depth, Number, Report
 from curvlens.report.figures.blocks import coarser
 from curvlens.report.figures.dots import Series, dots, log_range
-from curvlens.report.figures.figure import Figure, Panel, Table
+from curvlens.report.figures.figure import Cell, Figure, Panel, Table
 from curvlens.report.figures.heatmap import SQUARE, Colouring, heatmap
 from curvlens.report.figures.lines import Line, lines
 from curvlens.report.figures.scale import Linear, Log, SymLog
@@ -53,11 +53,19 @@ def numbers(a: Report, b: Report, names: tuple[str, str]) -> Figure | str:
         else "All numbers are exact: their differences are what they are."
     )
     rows = tuple(
-        (_label(a, key), a.numbers[key].value, _error(a.numbers[key]), b.numbers[key].value, _error(b.numbers[key]),
-         difference, error, ratio)
+        (
+            _label(a, key),
+            a.numbers[key].value,
+            _error(a.numbers[key]),
+            b.numbers[key].value,
+            _error(b.numbers[key]),
+            difference,
+            error,
+            ratio,
+        )
         for key, difference, error, ratio in found
-    )  # fmt: skip
-    shown = [f for f in estimated] or [(key, d, 0.0, d) for key, d, *_ in found]
+    )
+    shown = list(estimated) or [(key, d, 0.0, d) for key, d, *_ in found]
     values = [f[3] for f in shown]
     top = max(CLEAR + 1, *(abs(v) for v in values))
     scale = SymLog(-top, top, CLEAR) if top > 20 else Linear(-top, top)
@@ -67,19 +75,37 @@ def numbers(a: Report, b: Report, names: tuple[str, str]) -> Figure | str:
         "numbers-compared",
         "Numbers, and how sure their differences are",
         lead,
-        f"{names[1]} minus {names[0]}; the error of a difference is √(σ_a² + σ_b²). Within {CLEAR:g} errors it may be chance.",
+        f"{names[1]} minus {names[0]}; the error of a difference is √(σ_a² + σ_b²). "
+        f"Within {CLEAR:g} errors it may be chance.",
         (
             Panel(
                 lambda width: dots(
-                    "numbers-compared", "Differences in units of their error", "One row a number.",
-                    [_label(a, f[0]) for f in shown], series, scale, unit=unit, width=width,
+                    "numbers-compared",
+                    "Differences in units of their error",
+                    "One row a number.",
+                    [_label(a, f[0]) for f in shown],
+                    series,
+                    scale,
+                    unit=unit,
+                    width=width,
                     lines=[(-CLEAR, f"−{CLEAR:g}"), (CLEAR, f"{CLEAR:g}")] if estimated else [],
                 )
             ),
         ),
-        Table(("number", names[0], f"± {names[0]}", names[1], f"± {names[1]}", "difference", "± difference",
-               "in errors"), rows),
-    )  # fmt: skip
+        Table(
+            (
+                "number",
+                names[0],
+                f"± {names[0]}",
+                names[1],
+                f"± {names[1]}",
+                "difference",
+                "± difference",
+                "in errors",
+            ),
+            rows,
+        ),
+    )
 
 
 def _label(report: Report, key: str) -> str:
@@ -99,14 +125,24 @@ def _maps(a: Report, b: Report, names: tuple[str, str]) -> Figure | None:
         whole = [(name, i, i + 1) for i, name in enumerate(a.maps[parts[0]].names)]
     sets = [range(first, last) for _, first, last in whole]
     rows = [name for name, _, _ in whole]
-    table, panels, leads = [], [], []
+    table: list[tuple[Cell, ...]] = []
+    panels: list[Panel] = []
+    leads: list[str] = []
     for k, part in enumerate(parts):
         (before, e), (after, f) = coarser(a.maps[part], sets), coarser(b.maps[part], sets)
-        ratio = [[_log2(y, x) for x, y in zip(*pair, strict=True)] for pair in zip(before, after, strict=True)]
-        error = [
-            [_spread(before[i][j], e[i][j], after[i][j], f[i][j]) for j in range(len(rows))] for i in range(len(rows))
+        ratio = [
+            [_log2(y, x) for x, y in zip(*pair, strict=True)] for pair in zip(before, after, strict=True)
         ]
-        flat = [(abs(v), i, j) for i, row in enumerate(ratio) for j, v in enumerate(row) if j >= i and math.isfinite(v)]
+        error = [
+            [_spread(before[i][j], e[i][j], after[i][j], f[i][j]) for j in range(len(rows))]
+            for i in range(len(rows))
+        ]
+        flat = [
+            (abs(v), i, j)
+            for i, row in enumerate(ratio)
+            for j, v in enumerate(row)
+            if j >= i and math.isfinite(v)
+        ]
         if flat and not leads:
             _, i, j = max(flat)
             pair = rows[i] if i == j else f"{rows[i]} × {rows[j]}"
@@ -123,10 +159,13 @@ def _maps(a: Report, b: Report, names: tuple[str, str]) -> Figure | None:
         f"log₂ of the norm in {names[1]} over the norm in {names[0]}: blue has grown, orange has shrunk; 1 is a "
         "factor of two. Errors of layers are bounds.",
         tuple(panels),
-        Table(("matrix", "row", "column", names[0], names[1], "factor", "log₂", "±"), tuple(table),
-              "The sixty largest changes of each."),
+        Table(
+            ("matrix", "row", "column", names[0], names[1], "factor", "log₂", "±"),
+            tuple(table),
+            "The sixty largest changes of each.",
+        ),
         (("Matrix", tuple(parts)),) if len(parts) > 1 else (),
-    )  # fmt: skip
+    )
 
 
 def _log2(after: float, before: float) -> float:
@@ -153,13 +192,24 @@ def _ratio_panel(
     colouring = Colouring(Linear(-top, top), signed=True)
     return Panel(
         lambda width: heatmap(
-            f"{name}-{k}", f"log₂ of the ratio of {label}", "Signed: growth and decline.", ratio, rows, columns,
-            colouring, errors=error, unit=f"log₂ of the ratio, {label}", what="log₂ ratio", width=width, cell=cell,
-            cell_height=height, thin=name == "heads",
+            f"{name}-{k}",
+            f"log₂ of the ratio of {label}",
+            "Signed: growth and decline.",
+            ratio,
+            rows,
+            columns,
+            colouring,
+            errors=error,
+            unit=f"log₂ of the ratio, {label}",
+            what="log₂ ratio",
+            width=width,
+            cell=cell,
+            cell_height=height,
+            thin=name == "heads",
         ),
         (k,),
         f"{k}",
-    )  # fmt: skip
+    )
 
 
 def _depth(a: Report, b: Report, names: tuple[str, str]) -> Figure | None:
@@ -175,21 +225,33 @@ def _depth(a: Report, b: Report, names: tuple[str, str]) -> Figure | None:
     def panel(k: int) -> Panel:
         label, pick = kinds[k]
         series = [
-            Series(names[n], ("outer", "functional")[n], [_norm(pick(pair[n])) for pair in steps],
-                   [_norm_error(pick(pair[n])) for pair in steps])
+            Series(
+                names[n],
+                ("outer", "functional")[n],
+                [_norm(pick(pair[n])) for pair in steps],
+                [_norm_error(pick(pair[n])) for pair in steps],
+            )
             for n in range(2)
-        ]  # fmt: skip
+        ]
         return Panel(
             lambda width: dots(
-                f"depth-{k}", f"Curvature {label} by depth, two runs", "One row a sublayer.",
-                [x.name for x, _ in steps], series, log_range(series), unit=f"Frobenius norm, {label}",
-                connect=True, width=width,
+                f"depth-{k}",
+                f"Curvature {label} by depth, two runs",
+                "One row a sublayer.",
+                [x.name for x, _ in steps],
+                series,
+                log_range(series),
+                unit=f"Frobenius norm, {label}",
+                connect=True,
+                width=width,
             ),
             (k,),
             label.replace(" ", "-"),
-        )  # fmt: skip
+        )
 
-    rows = tuple((x.name, *(v for _, pick in kinds for v in (_norm(pick(x)), _norm(pick(y))))) for x, y in steps)
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (x.name, *(_norm(pick(s)) for _, pick in kinds for s in (x, y))) for x, y in steps
+    )
     factors = [(abs(_log2(_norm(y.total), _norm(x.total))), x, y) for x, y in steps]
     factors = [f for f in factors if math.isfinite(f[0])]
     lead = "The totals are not known in both."
@@ -219,27 +281,39 @@ def _heads(a: Report, b: Report, names: tuple[str, str]) -> Figure | None:
     if a.heads is None or b.heads is None or a.heads.layers != b.heads.layers:
         return None
     layers = a.heads.layers
-    keys = [k for k in a.heads.norms if k in b.heads.norms and _shape(a.heads.norms[k]) == _shape(b.heads.norms[k])]
+    keys = [
+        k
+        for k in a.heads.norms
+        if k in b.heads.norms and _shape(a.heads.norms[k]) == _shape(b.heads.norms[k])
+    ]
     if not keys:
         return None
-    panels, rows = [], []
+    panels: list[Panel] = []
+    rows: list[tuple[str, str, int, float, float, float]] = []
     for k, key in enumerate(keys):
         x, y = a.heads.norms[key], b.heads.norms[key]
         ratio = [[_log2(y[i][h], x[i][h]) for h in range(len(x[i]))] for i in range(len(x))]
         columns = [str(h) for h in range(max(map(len, x)))]
         panels.append(_ratio_panel(k, f"‖{key}‖", layers, columns, ratio, None, "heads", SQUARE, 22))
-        rows += [(key, layers[i], h, x[i][h], y[i][h], ratio[i][h]) for i in range(len(x)) for h in range(len(x[i]))]
+        rows += [
+            (key, layers[i], h, x[i][h], y[i][h], ratio[i][h])
+            for i in range(len(x))
+            for h in range(len(x[i]))
+        ]
     known = [row for row in rows if math.isfinite(row[5])]
     lead = "No head's norm is known in both."
     if known:
         key, layer, head, before, after, _ = max(known, key=lambda row: abs(row[5]))
         lead = f"‖{key}‖ changes most in {layer} head {head}, from {number(before)} to {number(after)}."
     return Figure(
-        "heads-compared", "Head by head", lead,
-        f"log₂ of the norm of each head's functional block in {names[1]} over {names[0]}.", tuple(panels),
+        "heads-compared",
+        "Head by head",
+        lead,
+        f"log₂ of the norm of each head's functional block in {names[1]} over {names[0]}.",
+        tuple(panels),
         Table(("block", "layer", "head", *names, "log₂"), tuple(rows)),
         (("Block", tuple(keys)),) if len(keys) > 1 else (),
-    )  # fmt: skip
+    )
 
 
 def _shape(rows: Sequence[Sequence[float]]) -> list[int]:
@@ -264,7 +338,11 @@ def _spectra(a: Report, b: Report, names: tuple[str, str]) -> Figure | None:
         for r, name in zip((a, b), names, strict=True)
         if "lambda_max" in r.numbers
     ]
-    rows = [(name, v, d) for name, c in zip(names, both, strict=True) for v, d in list(zip(c.eigenvalues, c.density, strict=True))[::2]]
+    rows = [
+        (name, v, d)
+        for name, c in zip(names, both, strict=True)
+        for v, d in list(zip(c.eigenvalues, c.density, strict=True))[::2]
+    ]
     return Figure(
         "spectra-compared",
         "The spectra",
@@ -273,10 +351,18 @@ def _spectra(a: Report, b: Report, names: tuple[str, str]) -> Figure | None:
         (
             Panel(
                 lambda width: lines(
-                    "spectra-compared", "Spectral densities of two runs", "Two curves.", curves, x, y,
-                    x_label="eigenvalue", y_label="density", floor=True, width=width,
+                    "spectra-compared",
+                    "Spectral densities of two runs",
+                    "Two curves.",
+                    curves,
+                    x,
+                    y,
+                    x_label="eigenvalue",
+                    y_label="density",
+                    floor=True,
+                    width=width,
                 )
             ),
         ),
         Table(("run", "eigenvalue", "density"), tuple(rows), "Every second point."),
-    )  # fmt: skip
+    )

@@ -48,17 +48,25 @@ def save_png(scene: Scene, path: File, scale: float = 2.0) -> None:
 
 
 def _draw(axes: Any, mark: Mark, order: int) -> None:
-    from matplotlib import patches
+    look: dict[str, Any]
     from matplotlib.colors import to_rgba
     from matplotlib.lines import Line2D
 
     if isinstance(mark, Text):
-        look = style.resolved(mark.role)
+        look = dict(style.resolved(mark.role))
         axes.text(
-            mark.x, mark.y, _lowered(mark.words), color=look["fill"], fontsize=float(str(look["font-size"])[:-2]) * POINT,
-            fontweight=look.get("font-weight", "normal"), rotation=-mark.turn, rotation_mode="anchor",
-            ha={"start": "left", "middle": "center", "end": "right"}[mark.anchor], va="baseline", zorder=order,
-        )  # fmt: skip
+            mark.x,
+            mark.y,
+            _lowered(mark.words),
+            color=look["fill"],
+            fontsize=float(str(look["font-size"])[:-2]) * POINT,
+            fontweight="bold" if "font-weight" in look else "normal",
+            rotation=-mark.turn,
+            rotation_mode="anchor",
+            ha={"start": "left", "middle": "center", "end": "right"}[mark.anchor],
+            va="baseline",
+            zorder=order,
+        )
         return
     if isinstance(mark, Ramp):
         levels = ((f"{mark.kind}{i}" for i in range(LEVELS)),)
@@ -68,32 +76,36 @@ def _draw(axes: Any, mark: Mark, order: int) -> None:
         box = (mark.x, mark.x + mark.width, mark.y + mark.height, mark.y)
         axes.imshow(pixels, extent=box, aspect="auto", interpolation="nearest", zorder=order)
         return
-    look = style.resolved(mark.role)
-    fill = look.get("fill", "none")
-    colours = {
-        "facecolor": to_rgba(fill, look.get("fill-opacity")) if fill != "none" else "none",
-        "edgecolor": look.get("stroke", "none"),
-        "linewidth": float(look.get("stroke-width", 0)) * POINT,
-        "zorder": order,
-    }
-    if isinstance(mark, Cells):
-        for x, y in mark.corners:
-            axes.add_patch(patches.Rectangle((x, y), mark.width, mark.height, **colours))
-    elif isinstance(mark, Rect):
-        axes.add_patch(patches.Rectangle((mark.x, mark.y), mark.width, mark.height, **colours))
-    elif isinstance(mark, Dot) and mark.shape == "circle":
-        axes.add_patch(patches.Circle((mark.x, mark.y), mark.radius, **colours))
-    elif isinstance(mark, Dot):
-        axes.add_patch(patches.Polygon(shape_points(mark.shape, mark.x, mark.y, mark.radius), **colours))
-    elif isinstance(mark, Path) and mark.closed:
-        axes.add_patch(patches.Polygon(mark.points, **colours))
-    else:
+    look = dict(style.resolved(mark.role))
+    width = float(look.get("stroke-width", 0)) * POINT
+    if isinstance(mark, (Segments, Path)) and not (isinstance(mark, Path) and mark.closed):
         dashes = look.get("stroke-dasharray")
-        pattern: Any = (0, [float(part) for part in str(dashes).split()]) if dashes else "-"
+        pattern: Any = (0, [float(part) for part in dashes.split()]) if dashes else "-"
         for piece in (mark.points,) if isinstance(mark, Path) else mark.pieces:
-            x, y = zip(*piece, strict=True)
-            width = colours["linewidth"]
-            axes.add_line(Line2D(x, y, color=look["stroke"], linewidth=width, linestyle=pattern, zorder=order))
+            xs, ys = zip(*piece, strict=True)
+            axes.add_line(
+                Line2D(xs, ys, color=look["stroke"], linewidth=width, linestyle=pattern, zorder=order)
+            )
+        return
+    fill = look.get("fill", "none")
+    inside = "none" if fill == "none" else to_rgba(fill, look.get("fill-opacity"))
+    for shape in _shapes(mark):
+        shape.set(facecolor=inside, edgecolor=look.get("stroke", "none"), linewidth=width, zorder=order)
+        axes.add_patch(shape)
+
+
+def _shapes(mark: Rect | Cells | Dot | Path) -> list[Any]:
+    from matplotlib.patches import Circle, Polygon, Rectangle
+
+    if isinstance(mark, Rect):
+        return [Rectangle((mark.x, mark.y), mark.width, mark.height)]
+    if isinstance(mark, Cells):
+        return [Rectangle(corner, mark.width, mark.height) for corner in mark.corners]
+    if isinstance(mark, Path):
+        return [Polygon(mark.points)]
+    if mark.shape == "circle":
+        return [Circle((mark.x, mark.y), mark.radius)]
+    return [Polygon(shape_points(mark.shape, mark.x, mark.y, mark.radius))]
 
 
 def _lowered(words: str) -> str:

@@ -138,14 +138,10 @@ class Scene:
     ) -> None:
         self.marks.append(Dot(role, x, y, shape, radius, tip))
 
-    def text(
-        self, role: str, x: float, y: float, words: str, anchor: str = "start", turn: float = 0
-    ) -> None:
+    def text(self, role: str, x: float, y: float, words: str, anchor: str = "start", turn: float = 0) -> None:
         self.marks.append(Text(role, x, y, words, anchor, turn))
 
-    def raster(
-        self, x: float, y: float, width: float, height: float, cells: Sequence[Sequence[str]]
-    ) -> None:
+    def raster(self, x: float, y: float, width: float, height: float, cells: Sequence[Sequence[str]]) -> None:
         self.marks.append(Raster("raster", x, y, width, height, tuple(tuple(row) for row in cells)))
 
     @property
@@ -156,13 +152,13 @@ class Scene:
     def svg(self, alone: bool = False, dark: bool = False, common: Common | None = None) -> str:
         """The drawing as SVG; `alone`, with its own style and colours, as a file.
 
-        Marks that several drawings have in `common` are referred to by name, and drawn last.
+        Marks that several drawings have in `common` are referred to by name: over a map, under anything else.
         """
         name = self.name
         attributes = [
             f'viewBox="0 0 {_n(self.width)} {_n(self.height)}"',
             f'width="{_n(self.width)}" height="{_n(self.height)}"',
-            f'role="img" aria-labelledby="{name}-title {name}-description"',
+            'role="img"',
         ]
         if alone:
             attributes.insert(0, 'xmlns="http://www.w3.org/2000/svg"')
@@ -170,8 +166,8 @@ class Scene:
             attributes += [f'data-{key}="{_n(value)}"' for key, value in self.grid.items()]
         parts = [
             f"<svg {' '.join(attributes)}>",
-            f'<title id="{name}-title">{escape(self.title)}</title>',
-            f'<desc id="{name}-description">{escape(self.description)}</desc>',
+            f"<title>{escape(self.title, False)}</title>",
+            f"<desc>{escape(self.description, False)}</desc>",
         ]
         if alone:
             ground = style.COLOURS["ground"][dark]
@@ -180,9 +176,12 @@ class Scene:
                 roles |= {f"{kind}{i}" for i in range(LEVELS)}
             parts.append(f"<style>{style.sheet(roles, dark)}</style>")
             parts.append(f'<rect width="100%" height="100%" fill="{ground}"/>')
-        parts.append(_drawn([m for m in self.marks if common is None or m not in common.marks], alone, dark, name))
+        drawn = [
+            _drawn([m for m in self.marks if common is None or m not in common.marks], alone, dark, name)
+        ]
         if common is not None:
-            parts.append(f'<use href="#{common.name}"/>')
+            drawn.insert(1 if self.grid else 0, f'<use href="#{common.name}"/>')
+        parts += drawn
         return "".join([*parts, "</svg>"])
 
 
@@ -204,19 +203,20 @@ class Common:
 
     def svg(self) -> str:
         drawn = _drawn(self.marks, False, False, self.name)
-        return f'<svg class="shared" width="0" height="0" aria-hidden="true"><defs><g id="{self.name}">{drawn}</g></defs></svg>'
+        return _hidden(f'<g id="{self.name}">{drawn}</g>')
 
 
 def _drawn(marks: Iterable[Mark], alone: bool, dark: bool, name: str) -> str:
-    parts = []
-    for role, run in groupby(marks, lambda mark: mark.role):
+    parts: list[str] = []
+    for (role, anchor), run in groupby(marks, lambda mark: (mark.role, getattr(mark, "anchor", "start"))):
         elements = [_element(mark, alone, dark, name) for mark in run]
+        look = f'class="{role}"' + (f' text-anchor="{anchor}"' if anchor != "start" else "")
         if role in PLAIN:
             parts += elements
         elif len(elements) == 1:
-            parts.append(re.sub(r"^<(\w+)", rf'<\1 class="{role}"', elements[0]))
-        else:  # a group for each run of one role
-            parts += [f'<g class="{role}">', *elements, "</g>"]
+            parts.append(re.sub(r"^<(\w+)", rf"<\1 {look}", elements[0]))
+        else:  # a group for each run of one look
+            parts += [f"<g {look}>", *elements, "</g>"]
     return "".join(parts)
 
 
@@ -239,14 +239,18 @@ def definitions() -> str:
         for kind in ("q", "d")
         for theme, dark in (("day", False), ("night", True))
     )
-    return f'<svg class="shared" width="0" height="0" aria-hidden="true"><defs>{groups}{filters}</defs></svg>'
+    return _hidden(groups + filters)
+
+
+def _hidden(definitions: str) -> str:
+    return f'<svg class="shared" width="0" height="0" aria-hidden="true"><defs>{definitions}</defs></svg>'
 
 
 def _filter(name: str, kind: str, dark: bool) -> str:
     roles = [*(f"{kind}{i}" for i in range(LEVELS)), *SPECIAL]
     colours = [bytes_of(str(style.resolved(role, dark)["fill"])) for role in roles]
     tables = "".join(
-        f'<feFunc{channel} type="discrete" tableValues="{" ".join(f"{c[i] / 255:.3g}" for c in colours)}"/>'
+        f'<feFunc{channel} type="discrete" tableValues="{" ".join(f"{c[i] / 255:.3f}".lstrip("0") for c in colours)}"/>'
         for i, channel in enumerate("RGB")
     )
     return (
@@ -268,7 +272,7 @@ def shape_points(shape: str, x: float, y: float, r: float) -> list[Point]:
 
 def _d(points: Iterable[Point], closed: bool) -> str:
     """A path by its steps from point to point, in tenths; what rounding leaves over goes into the next step."""
-    at, parts = (0, 0), []
+    at, parts = (0, 0), list[str]()
     for x, y in points:
         here = round(10 * x), round(10 * y)
         step = here if not parts else (here[0] - at[0], here[1] - at[1])
@@ -280,16 +284,17 @@ def _d(points: Iterable[Point], closed: bool) -> str:
 
 def _element(mark: Mark, alone: bool, dark: bool, name: str) -> str:
     if isinstance(mark, Text):
-        anchor = "" if mark.anchor == "start" else f' text-anchor="{mark.anchor}"'
         turn = f' transform="rotate({_n(mark.turn)} {_n(mark.x)} {_n(mark.y)})"' if mark.turn else ""
-        return f'<text x="{_n(mark.x)}" y="{_n(mark.y)}"{anchor}{turn}>{_lowered(mark.words)}</text>'
+        return f'<text x="{_n(mark.x)}" y="{_n(mark.y)}"{turn}>{_lowered(mark.words)}</text>'
     if isinstance(mark, Raster):
         return _image(mark, dark) if alone else _gray_image(mark, name)
     if isinstance(mark, Ramp):
         if not alone:
             place = f"translate({_n(mark.x)},{_n(mark.y)})scale({mark.width / LEVELS:.3f},{_n(mark.height)})"
             return f'<use href="#ramp-{mark.kind}" transform="{place}"/>'
-        levels = "".join(f'<path class="{mark.kind}{i}" d="M{i},0H{min(i + 2, LEVELS)}v1H{i}"/>' for i in range(LEVELS))
+        levels = "".join(
+            f'<path class="{mark.kind}{i}" d="M{i},0H{min(i + 2, LEVELS)}v1H{i}"/>' for i in range(LEVELS)
+        )
         place = f"translate({_n(mark.x)},{_n(mark.y)}) scale({mark.width / LEVELS:.3f},{_n(mark.height)})"
         return f'<g transform="{place}">{levels}</g>'
     if isinstance(mark, Segments):

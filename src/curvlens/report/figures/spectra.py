@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from curvlens.report.data import Curve, Report
-from curvlens.report.figures.figure import Figure, Panel, Table
+from curvlens.report.figures.figure import NARROW, Figure, Panel, Table
 from curvlens.report.figures.heatmap import MOST_WORDS, Colouring, Source, heatmap
 from curvlens.report.figures.lines import Line, lines, multiples
 from curvlens.report.figures.missing import sentence
@@ -34,38 +34,56 @@ def spectrum(report: Report) -> Figure | str:
     curve = report.spectrum
     if curve is None or not curve.eigenvalues:
         return sentence(report, "The spectral density and its error", "spectrum")
-    pairs = [(p.value, p.residual, f"eigenvalue {measured(p.value, 0.0 if p.exact else p.residual)}")
-             for p in report.eigenpairs if math.isfinite(p.value)]  # fmt: skip
+    pairs = [
+        (p.value, p.residual, f"eigenvalue {measured(p.value, 0.0 if p.exact else p.residual)}")
+        for p in report.eigenpairs
+        if math.isfinite(p.value)
+    ]
     x = _axis([curve], [p[0] for p in pairs])
     y = _heights([curve])
-    line = Line("density", "total", curve.eigenvalues, curve.density, None if curve.exact else curve.stderr)
     linear = isinstance(x, Linear)
     rows = [
         (value, density, 0.0 if curve.exact else error)
         for value, density, error in zip(curve.eigenvalues, curve.density, curve.stderr, strict=True)
     ]
-    step = max(1, len(rows) // 100)
+    step = max(1, len(rows) // 50)
     note = f"Every {step}th point of {len(rows)}; the data have all." if step > 1 else ""
     return Figure(
         "spectrum",
         "The spectrum of H",
         _lead(report, curve),
         f"Spectral density of {curve.size:,} eigenvalues"
-        + (", from all of them" if curve.exact else f", from {curve.samples} probes, with a band of one standard error")
-        + ("" if linear else f"; the axis is symmetric-logarithmic, linear within ±{number(curve.threshold, 2)}")
+        + (
+            ", from all of them"
+            if curve.exact
+            else f", from {curve.samples} probes, with a band of one standard error"
+        )
+        + (
+            ""
+            if linear
+            else f"; the axis is symmetric-logarithmic, linear within ±{number(curve.threshold, 2)}"
+        )
         + ". Both densities and eigenvalues span decades. Ticks at the foot are eigenvalues found one by one, with "
         "their residuals.",
         (
             Panel(
                 lambda width: lines(
-                    "spectrum", "Spectral density of the Hessian", "Density over the eigenvalue.", [line], x, y,
-                    x_label="eigenvalue", y_label="density" + ("" if linear else ", per unit of asinh"), floor=True,
-                    rug=pairs, width=width,
+                    "spectrum",
+                    "Spectral density of the Hessian",
+                    "Density over the eigenvalue.",
+                    [_line(curve, 160 if width > NARROW else 80)],
+                    x,
+                    y,
+                    x_label="eigenvalue",
+                    y_label="density" + ("" if linear else ", per unit of asinh"),
+                    floor=True,
+                    rug=pairs,
+                    width=width,
                 )
             ),
         ),
         Table(("eigenvalue", "density", "±"), tuple(rows[::step]), note),
-    )  # fmt: skip
+    )
 
 
 def _lead(report: Report, curve: Curve) -> str:
@@ -85,36 +103,47 @@ def block_spectra(report: Report) -> Figure | str:
     if spectra is None or not spectra.curves:
         return sentence(report, "Spectra of single blocks", "spectra")
     x, y = _axis(spectra.curves, []), _heights(spectra.curves)
-    panels = [(c.name, Line(c.name, "total", *_thinned(c))) for c in spectra.curves]
     exact = all(c.exact for c in spectra.curves)
     rows = []
     for c in spectra.curves:
         mean = _mean(c, lambda v: v)
-        rows.append((c.name, c.size, mean, math.sqrt(max(0.0, _mean(c, lambda v: v * v))), _mean(c, lambda v: v < 0)))
+        rows.append(
+            (c.name, c.size, mean, math.sqrt(max(0.0, _mean(c, lambda v: v * v))), _mean(c, lambda v: v < 0))
+        )
     return Figure(
         "spectra",
         "The spectrum of each block",
-        f"{len(panels)} diagonal blocks on one axis; heights are logarithmic over {DECADES} decades.",
+        f"{len(spectra.curves)} diagonal blocks on one axis; heights are logarithmic over {DECADES} decades.",
         "Each curve is the density of the eigenvalues of one diagonal block of H"
         + (", from all of them." if exact else ", an estimate.")
         + " A wide curve has curvature on many scales; what lies left of the dotted zero is negative.",
         (
             Panel(
                 lambda width: multiples(
-                    "spectra", "Spectral densities of the diagonal blocks", "One panel a block, on one axis.",
-                    panels, x, y, x_label="eigenvalue", width=width,
+                    "spectra",
+                    "Spectral densities of the diagonal blocks",
+                    "One panel a block, on one axis.",
+                    [(c.name, _line(c, 40 if width > NARROW else 32)) for c in spectra.curves],
+                    x,
+                    y,
+                    x_label="eigenvalue",
+                    width=width,
                 )
             ),
         ),
-        Table(("block", "eigenvalues", "mean of the curve", "root mean square", "share below zero"), tuple(rows),
-              "From the smoothed curves as drawn."),
-    )  # fmt: skip
+        Table(
+            ("block", "eigenvalues", "mean of the curve", "root mean square", "share below zero"),
+            tuple(rows),
+            "From the smoothed curves as drawn.",
+        ),
+    )
 
 
-def _thinned(curve: Curve, most: int = 44) -> tuple[list[float], list[float]]:
-    """As many points as a small panel can show."""
-    step = max(1, len(curve.eigenvalues) // most)
-    return curve.eigenvalues[::step], curve.density[::step]
+def _line(curve: Curve, points: int) -> Line:
+    """With as many points as can be seen."""
+    step = max(1, round(len(curve.eigenvalues) / points))
+    errors = None if curve.exact else curve.stderr[::step]
+    return Line(curve.name, "total", curve.eigenvalues[::step], curve.density[::step], errors)
 
 
 def _mean(curve: Curve, f: Callable[[float], float]) -> float:
@@ -128,7 +157,9 @@ def divergence(report: Report) -> Figure | str:
         return sentence(report, "Comparisons of the blocks' spectra", "spectra")
     names, value = spectra.names, spectra.divergence
     n = range(len(names))
-    pairs = sorted(((value[i][j], i, j) for i in n for j in n if i < j and math.isfinite(value[i][j])), reverse=True)
+    pairs = sorted(
+        ((value[i][j], i, j) for i in n for j in n if i < j and math.isfinite(value[i][j])), reverse=True
+    )
     lead = "Only one block has a spectrum."
     if pairs:
         d, i, j = pairs[0]
@@ -138,7 +169,11 @@ def divergence(report: Report) -> Figure | str:
             f"the mean over pairs is {number(mean)}."
         )
     colouring = Colouring.linear([], 0.0, math.log(2))
-    source = Source("spectra/divergence", "spectra/stderr", "spectra/names") if len(names) ** 2 > MOST_WORDS else None
+    source = (
+        Source("spectra/divergence", "spectra/stderr", "spectra/names")
+        if len(names) ** 2 > MOST_WORDS
+        else None
+    )
     return Figure(
         "heterogeneity",
         "How unlike the blocks' spectra are",
@@ -148,16 +183,27 @@ def divergence(report: Report) -> Figure | str:
         (
             Panel(
                 lambda width: heatmap(
-                    "heterogeneity", "Jensen-Shannon divergence between spectra of blocks", "Blocks by blocks.",
-                    value, names, names, colouring, errors=spectra.stderr, unit="Jensen-Shannon divergence, nats",
-                    what="divergence", width=width, source=source,
+                    "heterogeneity",
+                    "Jensen-Shannon divergence between spectra of blocks",
+                    "Blocks by blocks.",
+                    value,
+                    names,
+                    names,
+                    colouring,
+                    errors=spectra.stderr,
+                    unit="Jensen-Shannon divergence, nats",
+                    what="divergence",
+                    width=width,
+                    source=source,
                 )
             ),
         ),
-        Table(("block", "block", "divergence", "±"),
-              tuple((names[i], names[j], d, spectra.stderr[i][j]) for d, i, j in pairs[:60]),
-              f"The 60 largest of {len(pairs):,}." if len(pairs) > 60 else ""),
-    )  # fmt: skip
+        Table(
+            ("block", "block", "divergence", "±"),
+            tuple((names[i], names[j], d, spectra.stderr[i][j]) for d, i, j in pairs[:40]),
+            f"The 40 largest of {len(pairs):,}." if len(pairs) > 40 else "",
+        ),
+    )
 
 
 def _by_layer(names: list[str], value: list[list[float]]) -> tuple[list[str], list[list[float]]]:
@@ -195,11 +241,21 @@ def eigenvectors(report: Report) -> Figure | str:
         (
             Panel(
                 lambda width: heatmap(
-                    "eigenvectors", "Mass of eigenvectors by block", "Blocks by eigenvalues.", value, shown, columns,
-                    Colouring.linear([], 0.0, max(max(row) for row in value)), unit="share of the eigenvector's square", what="share", width=width,
-                    cell=44, cell_height=22, thin=True,
+                    "eigenvectors",
+                    "Mass of eigenvectors by block",
+                    "Blocks by eigenvalues.",
+                    value,
+                    shown,
+                    columns,
+                    Colouring.linear([], 0.0, max(max(row) for row in value)),
+                    unit="share of the eigenvector's square",
+                    what="share",
+                    width=width,
+                    cell=44,
+                    cell_height=22,
+                    thin=True,
                 )
             ),
         ),
         Table(header, rows, f"Shares of {LEAST_SHARE:.0%} and more."),
-    )  # fmt: skip
+    )

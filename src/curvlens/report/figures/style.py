@@ -29,7 +29,7 @@ COLOURS = {
     "white-white": ("#ffffff", "#ffffff"),
 }
 PAIRS = ("black-white", "black-black", "white-black", "white-white")
-SERIES = ("total", "outer", "functional", "third", "alarm", "ink", "muted")
+SERIES = ("total", "outer", "functional", "alarm", "ink", "muted")
 
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,'Liberation Sans',sans-serif"
 
@@ -86,7 +86,9 @@ def ramp(role: str, dark: bool = False) -> str | None:
     return _RAMPS[kind, dark][int(level)]
 
 
-_RAMPS = {(kind, dark): f(dark) for kind, f in (("q", sequential), ("d", diverging)) for dark in (False, True)}
+_RAMPS = {
+    (kind, dark): f(dark) for kind, f in (("q", sequential), ("d", diverging)) for dark in (False, True)
+}
 
 
 def over(role: str) -> str:
@@ -133,6 +135,10 @@ def page_sheet() -> str:
     rules = "".join(_rule(role, style) for role, style in named.items())
     night = "@media screen and (prefers-color-scheme:dark){" + variables(True) + levels(True)
     return (
-        variables(False) + levels(False) + rules + ".night{display:none}" + night
+        variables(False)
+        + levels(False)
+        + rules
+        + ".night{display:none}"
+        + night
         + ".day{display:none}.night{display:inline}}"
-    )  # fmt: skip
+    )

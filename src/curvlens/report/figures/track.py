@@ -83,13 +83,21 @@ def _sharpness(track: Track, events: Marks) -> Figure | None:
         (
             Panel(
                 lambda width: lines(
-                    "track-sharpness", "Sharpness through training", "Largest eigenvalue of the Hessian by step.",
-                    curves, steps_axis(steps), scale, x_label="step", y_label="eigenvalue", events=events, width=width,
+                    "track-sharpness",
+                    "Sharpness through training",
+                    "Largest eigenvalue of the Hessian by step.",
+                    curves,
+                    steps_axis(steps),
+                    scale,
+                    x_label="step",
+                    y_label="eigenvalue",
+                    events=events,
+                    width=width,
                 )
             ),
         ),
         Table(("step", "λ_max", "± λ_max", "λ_min", "2/η"), rows),
-    )  # fmt: skip
+    )
 
 
 def _preconditioned(track: Track, events: Marks) -> Figure | None:
@@ -100,7 +108,9 @@ def _preconditioned(track: Track, events: Marks) -> Figure | None:
     if not _known(value):
         return None
     rules = [rule for rule in track.series("preconditioned", "rule") if rule]
-    ratios = [v / t for v, t in zip(value, limit, strict=True) if math.isfinite(v / t)] if _known(limit) else []
+    ratios = (
+        [v / t for v, t in zip(value, limit, strict=True) if math.isfinite(v / t)] if _known(limit) else []
+    )
     over = sum(r > 1 for r in ratios)
     curves = [
         Line("as the optimizer sees it", "total", steps, value, error, dots=True),
@@ -118,15 +128,23 @@ def _preconditioned(track: Track, events: Marks) -> Figure | None:
         (
             Panel(
                 lambda width: lines(
-                    "track-preconditioned", f"Sharpness as {optimizer} sees it",
+                    "track-preconditioned",
+                    f"Sharpness as {optimizer} sees it",
                     "Largest eigenvalue of the preconditioned Hessian by step, beside its limit.",
-                    curves, steps_axis(steps), _span(value, limit), x_label="step", y_label="eigenvalue",
-                    events=events, width=width,
+                    curves,
+                    steps_axis(steps),
+                    _span(value, limit),
+                    x_label="step",
+                    y_label="eigenvalue",
+                    events=events,
+                    width=width,
                 )
             ),
         ),
-        Table(("step", "value", "± value", "limit"), tuple(zip(track.steps, value, error, limit, strict=True))),
-    )  # fmt: skip
+        Table(
+            ("step", "value", "± value", "limit"), tuple(zip(track.steps, value, error, limit, strict=True))
+        ),
+    )
 
 
 def _loss(track: Track, events: Marks) -> Figure | None:
@@ -157,13 +175,22 @@ def _loss(track: Track, events: Marks) -> Figure | None:
         (
             Panel(
                 lambda width: lines(
-                    "track-loss", "Loss through training", "Loss by step.", curves, x, scale,
-                    x_label="step", y_label="loss", events=events, width=width, height=220,
+                    "track-loss",
+                    "Loss through training",
+                    "Loss by step.",
+                    curves,
+                    x,
+                    scale,
+                    x_label="step",
+                    y_label="loss",
+                    events=events,
+                    width=width,
+                    height=220,
                 )
             ),
         ),
         Table(("step", "held batches", "training"), rows),
-    )  # fmt: skip
+    )
 
 
 def _blocks(track: Track) -> Figure | None:
@@ -171,13 +198,20 @@ def _blocks(track: Track) -> Figure | None:
     kinds = (("‖H_b·‖_F", "row_norm"), ("trace", "trace"), ("gradient norm", "gradient"))
     found = []
     for label, key in kinds:
-        columns = [(m["step"], m["blocks"][key]) for m in track.measurements if key in (m.get("blocks") or {})]
+        columns = [
+            (m["step"], m["blocks"][key]) for m in track.measurements if key in (m.get("blocks") or {})
+        ]
         if names and columns:
             steps, values = [step for step, _ in columns], [_numbers(v) for _, v in columns]
             matrix = [[column[b] for column in values] for b in range(len(names))]
-            spread = [_numbers(m["blocks"].get(f"{key}_error") or [None] * len(names)) for m in track.measurements
-                      if key in (m.get("blocks") or {})]  # fmt: skip
-            errors = None if key == "gradient" else [[column[b] for column in spread] for b in range(len(names))]
+            spread = [
+                _numbers(m["blocks"].get(f"{key}_error") or [None] * len(names))
+                for m in track.measurements
+                if key in (m.get("blocks") or {})
+            ]
+            errors = (
+                None if key == "gradient" else [[column[b] for column in spread] for b in range(len(names))]
+            )
             found.append((label, key, steps, matrix, errors))
     if not found:
         return None
@@ -188,13 +222,25 @@ def _blocks(track: Track) -> Figure | None:
         colouring = Colouring.around_zero(flat) if key == "trace" else Colouring.log(flat)
         return Panel(
             lambda width: heatmap(
-                f"track-blocks-{key}", f"{label} of each block through training", "Blocks by steps.", matrix,
-                names, [f"{s}" for s in steps], colouring, errors=errors, unit=label, width=width, cell=56, cell_height=16,
-                what=label, numbers=False, thin=True,
+                f"track-blocks-{key}",
+                f"{label} of each block through training",
+                "Blocks by steps.",
+                matrix,
+                names,
+                [f"{s}" for s in steps],
+                colouring,
+                errors=errors,
+                unit=label,
+                width=width,
+                cell=56,
+                cell_height=16,
+                what=label,
+                numbers=False,
+                thin=True,
             ),
             (k,),
             key.replace("_", "-"),
-        )  # fmt: skip
+        )
 
     label, _, steps, matrix, _ = found[0]
     final = max(range(len(names)), key=lambda b: matrix[b][-1] if math.isfinite(matrix[b][-1]) else -math.inf)

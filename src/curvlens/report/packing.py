@@ -1,12 +1,13 @@
 """A report as a page holds it: lean JSON, long lists of numbers packed, so that a page stays small.
 
     {"f4": base64, "shape": [n, m]}      values as little-endian float32, seven digits
+    {"f3": base64, "shape": [n, m]}      values that have errors: float32 without its lowest byte, four digits
     {"b2": base64, "shape": [n, m]}      errors as bfloat16, the upper half of a float32: two digits, rounded up
     {"symmetric": true, …}               the upper triangle alone, row by row
     {"same": "spectra/curves/0/…"}       the packed list at another place
 
 NaN is NaN there, and fields that have their usual value are left out. `Report.to_json` writes plain lists with all
-digits; `rounded` is the report as it comes back from a page, and the page is drawn from it.
+digits; a page is drawn from the numbers that it keeps.
 """
 
 from __future__ import annotations
@@ -21,19 +22,12 @@ from itertools import chain
 from typing import Any
 
 from curvlens.report.data import SCHEMA, Report
-from curvlens.report.schema import decode
 
+KINDS = {"f4": 4, "f3": 3, "b2": 2}  # bytes of a number
 LEAST = 24  # numbers that are packed
 LONG = 100  # characters of a packed list that is not written twice
 ERRORS = ("stderr",)
-
-
-def rounded(report: Report) -> Report:
-    """With the digits that a page keeps."""
-    content = unpacked(packed(report))
-    del content["schema"]
-    result: Report = decode(Report, content)
-    return result
+ESTIMATED = "estimated value"
 
 
 def packed(value: Any) -> Any:
@@ -44,15 +38,21 @@ def packed(value: Any) -> Any:
 
 def _packed(value: Any, key: str, path: str, seen: dict[str, str]) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
-        value = {f.name: getattr(value, f.name) for f in fields(value) if not _usual(f, getattr(value, f.name))}
+        value = {
+            f.name: getattr(value, f.name) for f in fields(value) if not _usual(f, getattr(value, f.name))
+        }
     if isinstance(value, Mapping):
         inherited = key if key in ERRORS else ""
-        return {name: _packed(v, inherited or name, f"{path}/{name}", seen) for name, v in value.items()}
+        kinds = {"value": ESTIMATED} if value.get("exact") is False else {}
+        return {
+            name: _packed(v, inherited or kinds.get(name) or name, f"{path}/{name}", seen)
+            for name, v in value.items()
+        }
     if isinstance(value, (list, tuple)):
         found = _packed_list(list(value), key)
         if found is None:
             return [_packed(part, key, f"{path}/{i}", seen) for i, part in enumerate(value)]
-        code = found.get("f4") or found["b2"]
+        code = next(found[kind] for kind in KINDS if kind in found)
         if len(code) > LONG and seen.setdefault(code, path) != path:
             return {"same": seen[code].lstrip("/")}
         return found
@@ -65,7 +65,11 @@ def _usual(f: Any, value: Any) -> bool:
     """Whether a field has its default; an empty list or dictionary too."""
     if f.default_factory is not MISSING:
         return bool(value == f.default_factory())
-    return f.default is not MISSING and (value is f.default or value == f.default) and not isinstance(value, float)
+    return (
+        f.default is not MISSING
+        and (value is f.default or value == f.default)
+        and not isinstance(value, float)
+    )
 
 
 def _packed_list(value: list[Any], key: str) -> dict[str, Any] | None:
@@ -75,12 +79,18 @@ def _packed_list(value: list[Any], key: str) -> dict[str, Any] | None:
         return None
     rows = value if len(shape) == 2 else [value]
     result: dict[str, Any] = {"shape": shape}
-    if len(shape) == 2 and shape[0] == shape[1] and all(list(c) == r for c, r in zip(zip(*value, strict=True), value, strict=True)):
+    if (
+        len(shape) == 2
+        and shape[0] == shape[1]
+        and all(list(c) == r for c, r in zip(zip(*value, strict=True), value, strict=True))
+    ):
         rows = [row[i:] for i, row in enumerate(value)]
         result["symmetric"] = True
     flat = array("f", (math.nan if v is None else v for v in chain(*rows)))
     if key in ERRORS:
-        return {"b2": base64.b64encode(_halves(flat)).decode(), **result}
+        return {"b2": base64.b64encode(_cut(flat, 2)).decode(), **result}
+    if key == ESTIMATED:
+        return {"f3": base64.b64encode(_cut(flat, 3)).decode(), **result}
     return {"f4": base64.b64encode(_little(flat)).decode(), **result}
 
 
@@ -108,11 +118,13 @@ def _little(flat: array[float]) -> bytes:
     return flat.tobytes()
 
 
-def _halves(flat: array[float]) -> bytes:
-    """bfloat16: float32 without its lower half, rounded up, since an error is better too large than too small."""
+def _cut(flat: array[float], size: int) -> bytes:
+    """The upper bytes of float32: to the nearest of three; of two upwards, as an error is better too large."""
+    lost = 8 * (4 - size)
+    carry = (1 << lost) - 1 if size == 2 else 1 << (lost - 1)
     bits = array("I", flat.tobytes())
-    upper = ((b + 0xFFFF) >> 16 if (b & 0x7FFFFFFF) < 0x7F800000 else b >> 16 for b in bits)
-    return b"".join(min(u, 0xFFFF).to_bytes(2, "little") for u in upper)
+    kept = ((b + carry if (b & 0x7FFFFFFF) < 0x7F000000 else b) >> lost for b in bits)
+    return b"".join(k.to_bytes(size, "little") for k in kept)
 
 
 def unpacked(value: Any) -> Any:
@@ -127,7 +139,7 @@ def _unpacked(value: Any, root: Any) -> Any:
         return value
     if value.keys() == {"same"}:
         value = _at(root, value["same"])
-    if "shape" not in value or not {"f4", "b2"} & value.keys():
+    if "shape" not in value or not value.keys() & KINDS.keys():
         return {key: _unpacked(part, root) for key, part in value.items()}
     numbers = iter(_numbers(value))
     shape = value["shape"]
@@ -150,11 +162,10 @@ def _at(root: Any, path: str) -> Any:
 
 
 def _numbers(value: dict[str, Any]) -> list[float | None]:
-    if "f4" in value:
-        raw = base64.b64decode(value["f4"])
-    else:
-        half = base64.b64decode(value["b2"])
-        raw = b"".join(b"\0\0" + half[i : i + 2] for i in range(0, len(half), 2))
+    kind = next(kind for kind in KINDS if kind in value)
+    packed, size = base64.b64decode(value[kind]), KINDS[kind]
+    fill = b"\0" * (4 - size)
+    raw = b"".join(fill + packed[i : i + size] for i in range(0, len(packed), size))
     flat = array("f", raw)
     if sys.byteorder == "big":
         flat.byteswap()
