@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
+import torch
 from contenders import Logits, _dictionary, _pairs
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -28,6 +30,34 @@ def eigenvalues(model: nn.Module, ids: Tensor) -> Iterator[tuple[str, int, str]]
         yield from _pyhessian(model, ids)
 
 
+def traces(model: nn.Module, ids: Tensor) -> Iterator[tuple[str, int, str]]:
+    """At their defaults where they have some; the error is theirs where they state one."""
+    with sdpa_kernel(SDPBackend.MATH):
+        yield from _eigenthings_traces(model, ids)
+        yield from _pyhessian_trace(model, ids)
+
+
+def _eigenthings_traces(model: nn.Module, ids: Tensor) -> Iterator[tuple[str, int, str]]:
+    import hessian_eigenthings as he
+
+    operator = he.HessianOperator(model, [_dictionary(ids)], he.hf_lm_loss())
+    for method in ("hutchinson", "hutch++"):
+        found = he.trace(operator, num_matvecs=CAP, method=method, seed=0)
+        yield f"hessian-eigenthings, {method}", CAP, f"{found.estimate:.5g} ± {found.stderr:.2g}"
+
+
+def _pyhessian_trace(model: nn.Module, ids: Tensor) -> Iterator[tuple[str, int, str]]:
+    """It stops when the mean changes by its tolerance from one probe to the next."""
+    module = import_module("pyhessian.hessian")
+    torch.manual_seed(0)
+    wrapped = Logits(model)
+    (pair,) = _pairs(ids)
+    kept = module.hessian(wrapped, nn.CrossEntropyLoss(), data=pair, cuda=ids.is_cuda)
+    samples = kept.trace()
+    wrapped.zero_grad()
+    yield "PyHessian, Hutchinson, default tolerance", len(samples), f"{sum(samples) / len(samples):.5g}"
+
+
 def _eigenthings(model: nn.Module, ids: Tensor) -> Iterator[tuple[str, int, str]]:
     import hessian_eigenthings as he
     from hessian_eigenthings.algorithms.lanczos import lanczos
@@ -45,11 +75,11 @@ def _eigenthings(model: nn.Module, ids: Tensor) -> Iterator[tuple[str, int, str]
 
 
 def _pyhessian(model: nn.Module, ids: Tensor) -> Iterator[tuple[str, int, str]]:
-    import pyhessian.hessian as module
+    module = import_module("pyhessian.hessian")  # the package gives this name to a class of it
 
     wrapped = Logits(model)
     (pair,) = _pairs(ids)
-    kept = module.hessian(wrapped, nn.CrossEntropyLoss(), data=pair, cuda=False)
+    kept = module.hessian(wrapped, nn.CrossEntropyLoss(), data=pair, cuda=ids.is_cuda)
     original, count, starts = module.hessian_vector_product, [0], []
 
     def counted(*arguments: Any) -> Any:

@@ -235,7 +235,7 @@ def test_a_block_costs_what_it_must():
         return counter.get_total_flops()
 
     forward = flops_of_forward(land)
-    for engine in ENGINES:
+    for engine in (*ENGINES, "layered"):
         full = flops(engine, "*", "*")
         last = flops(engine, "layer.5.mlp.down", "layer.5.mlp.up")
         assert last - forward < 0.2 * (full - forward)  # a sixth of the layers, and only a part of the last

@@ -271,14 +271,19 @@ class Blocks:
         name, shape = next(iter(self.parameters.items()))
         some = parameters[name]
         lead = some.shape[: some.dim() - len(shape)]
+        missing = [name for name in self.parameters if name not in parameters]
+        if missing:
+            raise KeyError(f"expected all parameters of the blocks, got none for {missing[0]!r}")
         vector = some.new_empty((*lead, self.size))
         self.gather(parameters, vector)
         return vector
 
     def gather(self, parameters: Mapping[str, Tensor], vector: Tensor, add: bool = False) -> None:
-        """`from_parameters` into a given vector or stack, or added to it."""
+        """`from_parameters` into a given vector or stack, or added to it; parameters not given change nothing."""
         for name, part in self.split(vector).items():
             source = _source(self[name])
+            if source.parameter not in parameters:
+                continue
             found = source.view(parameters[source.parameter].detach().contiguous())
             if source.size != self[name].shape:
                 found = found.reshape(part.shape)

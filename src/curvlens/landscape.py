@@ -165,13 +165,12 @@ class Landscape:
 
     def output(self, parameters: Parameters, piece: Batch) -> Tensor:
         """The model's output tensor at the given parameters."""
-        state = {**self._constants, **parameters}
+        state = {**self.constants(), **parameters}
         if isinstance(self.model, _Function):
             return output_tensor(self.model.function(parameters, *piece.args, **piece.kwargs))
         return output_tensor(functional_call(self.model, state, piece.args, piece.kwargs))
 
-    @property
-    def _constants(self) -> Parameters:
+    def constants(self) -> Parameters:
         """Frozen parameters, and copies of buffers: what a forward pass writes into them is dropped."""
         state = {
             n: p.detach().to(self.dtype) for n, p in self.model.named_parameters() if not p.requires_grad
@@ -211,11 +210,11 @@ class Landscape:
 
     # -- what is checked before a long run
 
-    def probe(self) -> None:
-        """Run the first batch twice: the loss must fit, be finite, and be the same both times. Done once."""
+    def probe(self, piece: Batch | None = None) -> None:
+        """Run the first batch, or the one given, twice: the loss must fit, be finite, and be the same. Done once."""
         if getattr(self, "_probed", False):
             return
-        piece = next(iter(self.pieces()))
+        piece = next(iter(self.pieces())) if piece is None else piece
         with guards.twice_differentiable(self.device), torch.no_grad():
             parameters = self.parameters()
             output = self.output(parameters, piece)

@@ -321,6 +321,27 @@ def test_nearly_one_hot_rows_and_large_scores(size):
     assert float((R.functional.dense() - functional).abs().max()) <= 1e-12 * float(scale)
 
 
+@pytest.mark.parametrize("size", [1.0, 5.0, 30.0])
+def test_single_precision_keeps_its_digits(size):
+    """Against float64 on the same rounded numbers: cancellation of centred moments would show here first."""
+    single = [W.float() for W in weights()]
+    single[:2] = [size * W for W in single[:2]]
+    X, Y = (5 + randn(6, 3)).float(), randn(6, 4, seed=1).float()  # far from zero: moments are about the mean
+    found = exact.hessian(exact.SelfAttention(*single), X, Y)
+    expected = exact.hessian(exact.SelfAttention(*(W.double() for W in single)), X.double(), Y.double())
+    scores = float((X @ single[0] @ single[1].T @ X.T).abs().max())
+    for part in ("outer", "functional"):
+        low, high = getattr(found, part), getattr(expected, part)
+        # the rounding of a score of this size, times a few dozen operations
+        allowed = 30 * 6e-8 * (1 + scores) * float(high.dense().norm()) + 1e-30
+        assert float((low.dense().double() - high.dense()).norm()) <= allowed
+        assert abs(float(low.frobenius()) - float(high.frobenius())) <= allowed
+        # products differentiate a row that may be one-hot to rounding: digits of the whole, not of a tiny part
+        v = randn(high.shape[1], seed=2)
+        whole = 30 * 6e-8 * (1 + scores) * float(expected.total.dense().norm())
+        assert float(((low @ v.float()).double() - high @ v).norm()) <= whole * float(v.norm())
+
+
 def test_sums_over_keys_replace_matrices_a_token(monkeypatch):
     """Large problems take other formulas, nothing of size d² a token: forced here on a small one."""
     import curvlens.exact.attention_head as head
@@ -449,3 +470,36 @@ def test_messages():
         exact.hessian(exact.SelfAttention(W_Q, W_K, W_V), randn(4, 3))
     with pytest.raises(ValueError, match="heads that divide 3"):
         exact.SelfAttention(randn(3, 6), randn(3, 4), randn(3, 4), heads=3)
+
+
+def test_large_tokens_have_the_right_limit_until_scores_overflow():
+    """One-hot rows: the Hessian is that of the value block alone, which grows as the square of the tokens."""
+    layer, X, Y = one_layer(4, 3, 2, 5)
+    norms = [exact.hessian(layer, scale * X, Y).total.frobenius() for scale in (1e60, 1e120)]
+    assert norms[1].item() == pytest.approx(1e120 * norms[0].item(), rel=1e-12)
+    with pytest.raises(ValueError, match=r"expected finite outputs.*token 0.*scale the tokens"):
+        exact.hessian(layer, 1e200 * X, Y)
+    with pytest.raises(ValueError, match="expected finite outputs"):
+        exact.hessian(layer, float("nan") * X, Y)
+
+
+def test_what_does_not_fit_is_refused_with_its_shapes():
+    layer, X, Y = one_layer(4, 3, 2, 5)
+    W_Q, W_K, W_V = (layer.weights[kind] for kind in ("query", "key", "value"))
+    with pytest.raises(ValueError, match=r"key: expected heads of 3 columns.*got \[4, 2\]"):
+        exact.SelfAttention(W_Q, W_K[:, :2], W_V)
+    with pytest.raises(ValueError, match="temperature above zero, got 0"):
+        exact.SelfAttention(W_Q, W_K, W_V, temperature=0)
+    with pytest.raises(ValueError, match="at least one token"):
+        exact.hessian(layer, X[:0], Y[:0])
+    with pytest.raises(ValueError, match=r"classes from 0 to 1.*got 7 to 7"):
+        exact.hessian(layer, X, torch.full((5,), 7), loss="cross-entropy")
+    with pytest.raises(ValueError, match=r"expected a mask \[5, 5\].*got \[4, 4\]"):
+        exact.hessian(exact.SelfAttention(W_Q, W_K, W_V, mask=torch.ones(4, 4).bool()), X, Y)
+
+
+def one_layer(d, k, v, L):
+    g = torch.Generator().manual_seed(0)
+    weights = [torch.randn(d, width, generator=g, dtype=torch.float64) for width in (k, k, v)]
+    X, Y = (torch.randn(L, width, generator=g, dtype=torch.float64) for width in (d, v))
+    return exact.SelfAttention(*weights), X, Y

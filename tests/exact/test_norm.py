@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import curvlens.exact as exact
 from curvlens.exact.norm import LayerNorm, RMSNorm
 from tests.exact.jets import check_by_differences, check_jet, relative
 
@@ -57,6 +58,18 @@ def test_variance_far_below_epsilon():
     # rows of mean 5 hold their deviations of 1e-9 with 1e-16 * 5 / 1e-9 = 5e-7 relative error in n, but n itself
     # is of size 1e-9 * eps^-1/2 and does not matter beside C: compare with the same rounding on both sides
     check_jet(LayerNorm(randn(4, seed=1), eps=1e-5), X, layer_norm(1e-5), tolerance=1e-10)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-18])
+def test_single_precision_of_small_variance(scale):
+    """Rows of tiny variance, against float64 on the same rounded numbers."""
+    X, g = (scale * randn(3, 5)).float(), randn(3, 5, seed=2)
+    layer = LayerNorm(randn(5, seed=1))
+    low_layer = LayerNorm(layer.weights["weight"].float())
+    low = exact.hessian(low_layer, X, g=g.float(), with_input=True).functional.dense()
+    high = exact.hessian(layer, X.double(), g=g, with_input=True).functional.dense()
+    assert bool(low.isfinite().all())
+    assert float((low.double() - high).norm()) <= 1e-5 * float(high.norm()) + 1e-30
 
 
 def test_differences():

@@ -4,8 +4,9 @@ An engine is chosen openly, by name, and an operator says which one it uses:
 
 "double-backward"       differentiates the gradient's own graph once more; the graph is kept for all vectors
 "forward-over-reverse"  pushes a tangent through the gradient; keeps no graph of the gradient
+"layered"               goes through the model layer by layer, with one layer's graph at a time and without logits
 
-Both give the same numbers up to rounding. `Quantity` says what is multiplied.
+All give the same numbers up to rounding. `Quantity` says what is multiplied.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from curvlens import guards
 from curvlens.blocks import Blocks
-from curvlens.engine import double_backward, forward_over_reverse
+from curvlens.engine import double_backward, forward_over_reverse, layered
 from curvlens.engine.chunks import chunk_size
 from curvlens.engine.quantity import Quantity
 from curvlens.engine.trust import require_second_derivatives
@@ -29,6 +30,7 @@ Engine = Callable[..., Iterator[tuple[int, Parameters]]]
 ENGINES: dict[str, Engine] = {
     "double-backward": double_backward.product,
     "forward-over-reverse": forward_over_reverse.product,
+    "layered": layered.product,
 }
 
 
@@ -41,6 +43,11 @@ def choose(engine: str, quantity: Quantity) -> str:
         return "forward-over-reverse" if gauss_newton else "double-backward"
     if engine not in ENGINES:
         raise ValueError(f"expected an engine out of {', '.join(ENGINES)} or 'auto', got {engine!r}")
+    if engine == "layered" and quantity.at is not None:
+        raise ValueError(
+            f"expected a split at the model's output for this engine, got one at {quantity.at!r}; "
+            'use engine="double-backward"'
+        )
     return engine
 
 
@@ -50,20 +57,23 @@ def product(
     """`[K, columns] -> [K, rows]`: the given rows of the quantity times vectors over the given columns."""
     if not len(stack):
         return stack.new_zeros(0, rows.size)
-    land.probe()
+    in_parts = engine == "layered"
+    if not in_parts:  # which probes a sample: the logits of a whole batch may not fit
+        land.probe()
     quantity = quantity.started()
     result = None
     with guards.twice_differentiable(land.device), guards.explained():
         stack = stack.clone() if stack.is_inference() else stack
         directions = columns.to_parameters(stack)
         for index, piece in enumerate(land.pieces()):
-            require_second_derivatives(land, piece)
+            if not in_parts:
+                require_second_derivatives(land, piece)
             chunk = chunk_size(land, piece, len(stack), kept=engine == "double-backward")
             images = ENGINES[engine](land, quantity, piece, list(rows.parameters), directions, chunk)
             for start, image in images:
                 if result is None:  # not before the first pass has freed what it needed
-                    result = stack.new_empty(len(stack), rows.size)
-                rows.gather(image, result[start : start + chunk], add=index > 0)
+                    result = (stack.new_zeros if in_parts else stack.new_empty)(len(stack), rows.size)
+                rows.gather(image, result[start : start + chunk], add=in_parts or index > 0)
                 del image
     assert result is not None  # a landscape has data
     land.require_finite(result, "product")

@@ -86,11 +86,18 @@ def _inner_gauss_newton(
     return pull
 
 
-def first_gradient(scalar: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """`∂s/∂leaf` with its own graph; a leaf that `s` does not depend on gets a constant zero."""
-    if not scalar.requires_grad:
+def first_gradient(
+    outputs: Tensor | Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """`∂s/∂leaf` with its own graph, `s` a scalar or `Σ_o ⟨c_o, output_o⟩`; a constant zero where there is none."""
+    outputs = [outputs] if isinstance(outputs, Tensor) else outputs
+    cotangents = [torch.ones_like(o) for o in outputs] if cotangents is None else cotangents
+    live = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
+    if not live:
         return [torch.zeros_like(leaf, requires_grad=False) for leaf in leaves]
-    found = torch.autograd.grad(scalar, leaves, create_graph=True, allow_unused=True)
+    found = torch.autograd.grad(
+        [o for o, _ in live], leaves, [c for _, c in live], create_graph=True, allow_unused=True
+    )
     return [
         torch.zeros_like(leaf, requires_grad=False) if gradient is None else gradient
         for leaf, gradient in zip(leaves, found, strict=True)

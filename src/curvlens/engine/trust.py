@@ -31,10 +31,19 @@ def require_second_derivatives(land: Landscape, piece: Batch) -> None:
         return
     leaves = {name: p.requires_grad_() for name, p in land.parameters().items()}
     value = share(land, leaves, piece)
-    own = sorted({type(node).__name__.removesuffix("Backward") for node in _graph(value) if _is_own(node)})
+    own = _own_functions(value)
     if own:
         _compare(land, piece, leaves, value, own)
     _trusted.add(land)
+
+
+def has_own_functions(value: Tensor) -> bool:
+    """Whether autograd functions that are not PyTorch's lead to a tensor."""
+    return bool(_own_functions(value))
+
+
+def _own_functions(value: Tensor) -> list[str]:
+    return sorted({type(node).__name__.removesuffix("Backward") for node in _graph(value) if _is_own(node)})
 
 
 def _compare(land: Landscape, piece: Batch, leaves: Parameters, value: Tensor, own: list[str]) -> None:

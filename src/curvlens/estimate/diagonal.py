@@ -9,9 +9,9 @@ from torch import Tensor
 
 from curvlens.estimate import vectors
 from curvlens.estimate.probes import probes_like
-from curvlens.estimate.result import Estimate, student
+from curvlens.estimate.result import Estimate
 from curvlens.estimate.run import Run, identity
-from curvlens.estimate.trace import RangeSketch, left_out, require_square
+from curvlens.estimate.trace import RangeSketch, error_of_mean, left_out, require_square
 from curvlens.operator import Operator
 
 
@@ -77,5 +77,4 @@ class DiagonalSketch(RangeSketch):
                     changes = changes * second * (image + cosine / sine * lengths[a].item() * omega[a])
                 covariance += changes
         covariance *= 2 / (m * (m - 1))
-        variance = values.var(0) / m + covariance.clamp(min=0)
-        return inside + mean, variance.sqrt() * student(m)
+        return inside + mean, error_of_mean(values, covariance)

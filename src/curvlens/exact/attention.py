@@ -71,8 +71,15 @@ class SelfAttention:
         self.biases = {kind: b for kind, (_, b) in given.items() if b is not None}
         self.d = first.shape[-2]
         width = first.shape[-1] // (1 if self.stacked else count)
+        if W_K is not None and W_K.dim() == first.dim() and W_K.shape[-1] % max(width, 1):
+            raise ValueError(
+                f"key: expected heads of {width} columns, as the queries {list(first.shape)} have, got "
+                f"{list(W_K.shape)}"
+            )
         self.groups = {kind: self._count(kind, W, width) for kind, W in self.weights.items()}
         self.activation = NAMED[activation] if isinstance(activation, str) else activation
+        if not temperature > 0:
+            raise ValueError(f"expected a temperature above zero, got {temperature}")
         self.temperature = temperature
         default = 1.0 if W_Q is None else 1 / math.sqrt(width)
         self.scale = (default if scale is None else scale) / temperature
@@ -267,8 +274,13 @@ class SelfAttention:
             masks = list(self.mask)
         elif self.mask.shape in ((L, L), (L,)):
             masks = [self.mask] * batch
-        else:
+        elif self.mask.dim() in (2, 3) and len(self.mask) == batch:
             masks = list(self.mask)
+        else:
+            raise ValueError(
+                f"expected a mask [{L}, {L}] or [{L}] for all sequences, or one for each of {batch}, got "
+                f"{list(self.mask.shape)}"
+            )
         if len(masks) != batch:
             raise ValueError(f"expected one mask for each of {batch} sequences, got {len(masks)}")
         result: list[Mask] = []

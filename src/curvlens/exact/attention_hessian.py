@@ -64,12 +64,7 @@ class AttentionResult(Result):
     def t_outer(self) -> BlockOperator:
         """`s² V_ᵀ U V_`: the query-key part of the Hessian without `t_functional`."""
 
-        def cell(row: str, column: str) -> KroneckerSum | None:
-            return self.curvature.sum(
-                self.curvature.outer(row, column), self.curvature.functional(row, column, at_scores=False)
-            )
-
-        return self._over_scores(cell)
+        return self._over_scores(self.curvature.cells(outer=True, functional=True, at_scores=False))
 
     def _over_scores(self, cell: Cell) -> BlockOperator:
         blocks = self.outer.codomain
@@ -87,14 +82,26 @@ def attention_hessian(layer: SelfAttention, tokens: Tokens, loss: LossAt) -> Att
         F = F + head.output()
     if "out" in layer.biases:
         F = F + layer.biases["out"]
+    _check_finite(F, heads)
     at = loss(F)
     for head in heads:
         head.see(at.gradient)
     curvature = AttentionCurvature(layer, heads, at)
 
-    outer = AttentionOperator(curvature.outer, layer, heads, at, outer=True, functional=False)
-    functional = AttentionOperator(curvature.functional, layer, heads, at, outer=False, functional=True)
+    outer = AttentionOperator(curvature, outer=True, functional=False)
+    functional = AttentionOperator(curvature, outer=False, functional=True)
     return AttentionResult(outer, functional, at, curvature)
+
+
+def _check_finite(F: Tensor, heads: list[Head]) -> None:
+    if F.isfinite().all():
+        return
+    row = int((~F.isfinite()).any(1).nonzero()[0])
+    largest = max(float(part.abs().max()) for head in heads for part in (head.x, head.q, head.keys))
+    raise ValueError(
+        f"expected finite outputs, got {F[row].tolist()[:3]} at token {row}, from tokens, queries and keys of up to "
+        f"{largest:.1e} in {F.dtype}: scores are their products; scale the tokens or weights down"
+    )
 
 
 class AttentionCurvature:
@@ -107,12 +114,21 @@ class AttentionCurvature:
         self._stacks: dict[tuple[object, ...], Stack] = {}
         self._products: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
 
+    def cells(self, outer: bool, functional: bool, at_scores: bool = True) -> Cell:
+        """The cells of one part or of both; see `functional` for `at_scores`."""
+
+        def cell(row: str, column: str) -> KroneckerSum | None:
+            terms = self.outer(row, column) if outer else []
+            terms = terms + self.functional(row, column, at_scores) if functional else terms
+            return self._cell(row, column, terms)
+
+        return cell
+
     # -- outer-product part
 
-    def outer(self, row: str, column: str) -> KroneckerSum | None:
+    def outer(self, row: str, column: str) -> list[Term]:
         """`Σ_i J_iᵀ B_i J_i'`, over all pairs of heads that share the blocks."""
-        terms = [self._outer_term(a, b) for a in self._jacobians(row) for b in self._jacobians(column)]
-        return self._cell(row, column, terms)
+        return [self._outer_term(a, b) for a in self._jacobians(row) for b in self._jacobians(column)]
 
     def _jacobians(self, name: str) -> list[Jacobian]:
         kind, number, is_bias = self.names[name]
@@ -185,15 +201,14 @@ class AttentionCurvature:
 
     # -- functional part
 
-    def functional(self, row: str, column: str, at_scores: bool = True) -> KroneckerSum | None:
+    def functional(self, row: str, column: str, at_scores: bool = True) -> list[Term]:
         """`Σ_i ∂²(g_i·F_i)`, zero between heads; without `at_scores`, less the part that `T` curves (Remark D.1)."""
         (kind, number, is_bias), (other, number2, is_bias2) = self.names[row], self.names[column]
         if KINDS.index(kind) > KINDS.index(other):
-            mirrored = self.functional(column, row, at_scores)
-            return None if mirrored is None else self._over(mirrored.T, row, column)
+            return [term.T for term in self.functional(column, row, at_scores)]
         rows, columns = self._rows(is_bias), self._rows(is_bias2)
         if (is_bias and kind == "out") or (is_bias2 and other == "out"):
-            return None  # the output is linear in its bias
+            return []  # the output is linear in its bias
         shared = [h for h in self._heads_of(kind, number) if h in self._heads_of(other, number2)]
         make = {
             ("query", "query"): self._query_query,
@@ -214,7 +229,7 @@ class AttentionCurvature:
                 terms += self._score_terms(head, rows, columns) if at_scores else []
             elif (kind, other) in make:
                 terms += make[kind, other](head, rows, columns)
-        return self._cell(row, column, terms)
+        return terms
 
     def score_functional(self, row: str, column: str) -> KroneckerSum | None:
         """The part of the functional Hessian that the product `W_Q W_Kᵀ` curves, one cell of `t_functional`."""
@@ -304,11 +319,6 @@ class AttentionCurvature:
                 right = left
             self._stacks[key] = LowRank(left, right)
         return self._stacks[key]
-
-    def sum(self, a: KroneckerSum | None, b: KroneckerSum | None) -> KroneckerSum | None:
-        if a is None or b is None:
-            return b if a is None else a
-        return KroneckerSum.of([*a.terms, *b.terms], a.codomain, a.domain)
 
     def _cell(self, row: str, column: str, terms: list[Term]) -> KroneckerSum | None:
         if not terms:

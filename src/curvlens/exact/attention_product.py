@@ -11,7 +11,7 @@ direction needs neither, and gives both parts:
 from __future__ import annotations
 
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +19,12 @@ from torch import Tensor
 from curvlens.blocks import Blocks
 from curvlens.exact.attention import SelfAttention
 from curvlens.exact.attention_head import Head
-from curvlens.exact.result import TokenLoss
 from curvlens.operator import Operator
 from curvlens.structured import BlockOperator
-from curvlens.structured.grid import Cell
 from curvlens.structured.stacks import CHUNK
+
+if TYPE_CHECKING:
+    from curvlens.exact.attention_hessian import AttentionCurvature
 
 Parts = dict[str, Tensor]
 
@@ -31,30 +32,21 @@ Parts = dict[str, Tensor]
 class AttentionOperator(BlockOperator):
     """A part of the Hessian: cells as Kronecker sums, products with all blocks at once by passes over the tokens."""
 
-    def __init__(
-        self,
-        cells: Cell,
-        layer: SelfAttention,
-        heads: list[Head],
-        loss: TokenLoss,
-        outer: bool,
-        functional: bool,
-    ):
-        x = heads[0].x
+    def __init__(self, curvature: AttentionCurvature, outer: bool, functional: bool):
+        layer, heads = curvature.layer, curvature.heads
+        x, cells = heads[0].x, curvature.cells(outer, functional)
         super().__init__(cells, layer.blocks, symmetric=True, dtype=x.dtype, device=x.device)
-        self.layer, self.heads, self.loss = layer, heads, loss
+        self.curvature, self.layer, self.heads, self.loss = curvature, layer, heads, curvature.loss
         self.outer, self.functional = outer, functional
 
     def __add__(self, other: Operator) -> Operator:
-        made = super().__add__(other)
-        parts = isinstance(other, AttentionOperator) and other.heads is self.heads
-        if not parts or not isinstance(made, BlockOperator):
-            return made
-        assert isinstance(other, AttentionOperator)
+        if not isinstance(other, AttentionOperator) or other.curvature is not self.curvature:
+            return super().__add__(other)
         if (self.outer and other.outer) or (self.functional and other.functional):
-            return made
-        outer, functional = self.outer or other.outer, self.functional or other.functional
-        return AttentionOperator(made.cell, self.layer, self.heads, self.loss, outer, functional)
+            return super().__add__(other)
+        return AttentionOperator(
+            self.curvature, self.outer or other.outer, self.functional or other.functional
+        )
 
     def apply(self, stack: Tensor) -> Tensor:
         longest = max(A.numel() for A in self.heads[0].A)

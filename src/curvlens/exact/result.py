@@ -100,6 +100,11 @@ def cross_entropy(Y: Tensor, ignore: int = -100) -> LossAt:
         count = int(scored.sum())
         if count == 0:
             raise ValueError(f"expected at least one scored token, got only the ignored class {ignore}")
+        if int(Y[scored].min()) < 0 or int(Y[scored].max()) >= F.shape[1]:
+            raise ValueError(
+                f"expected classes from 0 to {F.shape[1] - 1}, the width of the output, or {ignore}, got "
+                f"{int(Y[scored].min())} to {int(Y[scored].max())}"
+            )
         weight = scored.to(F.dtype)[:, None] / count
         logs = F.log_softmax(-1)
         p = logs.exp()
@@ -192,6 +197,8 @@ def hessian(
     True
     """
     tokens = Tokens.of(X)
+    if not len(tokens.stacked):
+        raise ValueError(f"expected at least one token, got sequences of lengths {list(tokens.lengths)}")
     return layer._hessian(tokens, loss_at(tokens, Y, loss, g, B), **options)
 
 

@@ -22,6 +22,7 @@ no family names keeps the name of its parameter. Inside of a user's module, name
 
 from curvlens.families import bert, gpt2, gpt_neox, llama, own, t5, torch_nn, vit
 from curvlens.families.family import Attention, Family, Piece, projections
+from curvlens.families.layers import layers
 from curvlens.families.walk import PARAMETERS, AttentionSite, attention_sites, blocks, find, register
 
 for _module in (gpt2, gpt_neox, llama, bert, vit, t5, torch_nn, own):
@@ -37,6 +38,7 @@ __all__ = [
     "attention_sites",
     "blocks",
     "find",
+    "layers",
     "projections",
     "register",
 ]

@@ -116,6 +116,11 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
     return _walk(model).sites
 
 
+def named_modules(model: nn.Module) -> dict[str, str]:
+    """What the families call the modules of a model, by their paths."""
+    return _walk(model).modules
+
+
 # -- the walk
 
 
@@ -123,6 +128,7 @@ class _Walk:
     def __init__(self) -> None:
         self.pieces: dict[str, list[Piece]] = {}  # by parameter, with names from the model on
         self.sites: list[AttentionSite] = []
+        self.modules: dict[str, str] = {}  # names from the model on, by path
 
     def name(self, path: str, name: str, pieces: Iterable[Piece]) -> None:
         pieces = [replace(piece, name=_join(name, piece.name)) for piece in pieces]
@@ -155,6 +161,7 @@ class _Walk:
         if last in holder._parameters:
             self.name(_join(path, place), name, [Piece("")])
         else:
+            self.modules.setdefault(_join(path, place), name)
             self.visit(holder.get_submodule(last), _join(path, place), name, True)
 
     def _attend(self, attention: Attention, path: str, name: str, named: bool) -> None:

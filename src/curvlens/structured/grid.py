@@ -200,10 +200,12 @@ class BlockOperator(Operator):
 
     def frobenius(self) -> Tensor:
         """`‖H‖_F` from the norms of the cells."""
-        total = torch.zeros((), dtype=self.dtype, device=self.device)
+        norms = [torch.zeros((), dtype=self.dtype, device=self.device)]
         for _, _, cell, mirrored in self._own():
-            total += (2 if mirrored else 1) * frobenius(cell).square()
-        return total.sqrt()
+            norms += [frobenius(cell)] * (2 if mirrored else 1)
+        whole = torch.stack(norms)
+        largest = whole.max()  # squares of large norms would overflow
+        return largest * (whole / largest).norm() if largest > 0 else largest
 
     def block_norms(self) -> Tensor:
         """`‖H_ab‖_F` of every pair of blocks, `[rows, columns]` in the order of the blocks."""

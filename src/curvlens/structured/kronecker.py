@@ -215,9 +215,21 @@ class KroneckerSum(Operator):
         by_tokens = sum(inner_cost(s, t) for i, s in enumerate(self.terms) for t in self.terms[i:])
         if by_tokens < by_entries:
             square, size = _inner(self, self)
+            if not size.isfinite():
+                return self._frobenius_scaled()
             if square > 1e-4 * size or size == 0:
                 return square.clamp(min=0).sqrt()
         return self._frobenius_by_entries()
+
+    def _frobenius_scaled(self) -> Tensor:
+        """The norm where squares of the factors overflow; not finite only if entries are not."""
+        sizes = [term.a.full().abs().max() * term.b.full().abs().max() for term in self.terms]
+        size = float(torch.stack(sizes).max())
+        if not 2 < size < float("inf"):
+            return self._frobenius_by_entries()
+        scaled = self * (1 / size)
+        assert isinstance(scaled, KroneckerSum)
+        return size * scaled.frobenius()
 
     def _frobenius_by_entries(self) -> Tensor:
         (m, r), columns = self.rows, self.shape[1]
