@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from curvlens.report.data import SCHEMA, Report
+from curvlens.report.packing import unpacked
 
 
 class SchemaError(ValueError):
@@ -50,7 +51,7 @@ def decode_report(source: str, kind: type[Report] = Report) -> Report:
             f"expected a report of the schema {SCHEMA!r}, got {content['schema']!r}; "
             "write it anew with this version of curvlens"
         )
-    return decode(kind, {key: part for key, part in content.items() if key != "schema"})
+    return decode(kind, unpacked({key: part for key, part in content.items() if key != "schema"}))
 
 
 def decode(kind: Any, value: Any, path: str = "report") -> Any:
