@@ -1,10 +1,13 @@
 import os
+import signal
 
 import pytest
 import torch
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 torch.set_num_threads(1)  # tests run side by side
+# a shell that starts the tests in the background has Ctrl-C ignored; the tests of interruption need it
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):
