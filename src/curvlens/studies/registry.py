@@ -22,11 +22,13 @@ MODULES = {
     "A-moments": "moments",
     "A-norm": "norm_placement",
     "A-table1": "data_dependence",
+    "B-converge": "landscape_convergence",
+    "B-criteria": "criteria",
 }
 
 
 def names() -> tuple[str, ...]:
-    """All studies, paper A first."""
+    """All studies, paper A first, then paper B, then what belongs to others."""
     return tuple(MODULES)
 
 
