@@ -22,8 +22,12 @@ MODULES = {
     "A-moments": "moments",
     "A-norm": "norm_placement",
     "A-table1": "data_dependence",
+    "B-validate": "closed_form_accuracy",
+    "B-bounds": "tightness_of_bounds",
     "B-converge": "landscape_convergence",
     "B-criteria": "criteria",
+    "Z-hetero": "spectra_of_blocks",
+    "Z-adam": "sgd_and_adam",
 }
 
 
