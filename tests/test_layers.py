@@ -26,6 +26,7 @@ ORDER = [
     "interop",
     "estimate",
     "exact",
+    "training",
     "scaling",
     "studies",
     "report",
