@@ -26,10 +26,10 @@ ORDER = [
     "interop",
     "estimate",
     "exact",
-    "training",
     "scaling",
     "studies",
     "report",
+    "training",
     "cli",
 ]
 

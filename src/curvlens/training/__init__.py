@@ -1,1 +1,1 @@
-"""Curvature while a model trains: what a step does to the loss, which rates are stable, and where training goes."""
+"""Curvature while a model trains: what is measured along the way, what a step does, which rates are stable."""
