@@ -23,9 +23,11 @@ MODULES = {
     "A-norm": "norm_placement",
     "A-table1": "data_dependence",
     "B-validate": "closed_form_accuracy",
+    "B-blocks": "block_map",
     "B-bounds": "tightness_of_bounds",
     "B-converge": "landscape_convergence",
     "B-criteria": "criteria",
+    "B-scale": "curvature_against_size",
     "Z-hetero": "spectra_of_blocks",
     "Z-adam": "sgd_and_adam",
 }
