@@ -30,6 +30,7 @@ MODULES = {
     "B-scale": "curvature_against_size",
     "Z-hetero": "spectra_of_blocks",
     "Z-adam": "sgd_and_adam",
+    "O-training": "through_training",
     "O-third": "third_order",
     "O-recurrent": "recurrent_layer",
 }

@@ -73,7 +73,9 @@ def measure(config: Third, unit: str) -> dict[str, Any]:
                 )
     J, parts = derivatives(W, X), third(W, X, Y)
     made["cumulants"] = distance(J[2][:, : d * d, : d * d, : d * d], by_cumulants(W, X))
-    made["finite difference"] = distance(along(W, X, Y, v), (parts["functional"] + parts["mixed"]) @ v.flatten())
+    made["finite difference"] = distance(
+        along(W, X, Y, v), (parts["functional"] + parts["mixed"]) @ v.flatten()
+    )
     return made
 
 
