@@ -24,8 +24,18 @@ aten = torch.ops.aten
 SIZES = (16, 256)  # of a head, that the kernels take
 # of factors in float32: three products of TF32, as good as float32; "ieee" is exact to the last bit, and slow
 PRECISION = "tf32x3"
-TOGETHER = 2  # tangents a pass, where two of them fit into the registers
-FITTING = 64  # the largest head for which they do
+FITTING = 64  # the largest head of which more than one result at a time fits into the registers
+# rows, columns, warps, stages that the tuner tries; which of them spill registers says benchmarks/attention.md
+TILES = [
+    (64, 32, 4, 2),
+    (64, 64, 4, 2),
+    (64, 64, 8, 2),
+    (128, 32, 8, 2),
+    (32, 64, 4, 2),
+    (32, 32, 4, 2),
+    (32, 32, 8, 1),
+    (16, 32, 4, 1),
+]
 AGREEMENT = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 
 
@@ -166,7 +176,7 @@ def _jvp(
     count = len(q_dot)
     o_dot, lse_dot = o.new_empty(count, *o.shape), lse.new_empty(count, *lse.shape)
     mean, mean_dot = _mean(k), _mean(k_dot)
-    for part, together in _passes(count, q):
+    for part, together in _passes(count, "tangent", q):
         _launch(
             "tangent", (q, k, v, mask, pattern), together, len(q_dot[part]),
             [q, k, v, o, lse, q_dot[part], k_dot[part], v_dot[part], mean, mean_dot[part], o_dot[part], lse_dot[part]],
@@ -202,17 +212,18 @@ def _backward_tangent(
     dq_dot, dk_dot, dv_dot = (x.new_empty(count, *x.shape) for x in (q, k, v))
     moving = {"MOVING": do_dot is not None}
     tangents = (lse_dot, delta_dot, q_dot, k_dot, v_dot, do if do_dot is None else do_dot)
-    for part, together in _passes(count, q):
-        dots = [x if x is do else x[part] for x in tangents]
-        about, size = (q, k, v, mask, pattern), len(q_dot[part])
-        given = [q, k, v, lse, do, delta, *dots]
-        _launch(
-            "query_tangent", about, together, size, [*given, mean, mean_dot[part], dq_dot[part]], **moving
-        )
+
+    def given(part: slice) -> list[Tensor]:
+        return [q, k, v, lse, do, delta, *(x if x is do else x[part] for x in tangents)]
+
+    about = q, k, v, mask, pattern
+    for part, together in _passes(count, "query_tangent", q):
+        tensors = [*given(part), mean, mean_dot[part], dq_dot[part]]
+        _launch("query_tangent", about, together, len(q_dot[part]), tensors, **moving)
+    for part, together in _passes(count, "key_tangent", q):
+        tensors = [*given(part), dk_dot[part], dv_dot[part]]
         for made in _made_at_once(q):
-            _launch(
-                "key_tangent", about, together, size, [*given, dk_dot[part], dv_dot[part]], **moving, **made
-            )
+            _launch("key_tangent", about, together, len(q_dot[part]), tensors, **moving, **made)
     return dq_dot, dk_dot, dv_dot
 
 
@@ -224,12 +235,12 @@ def _row_sums(a: Tensor, b: Tensor) -> Tensor:
     return (a.float() * b.float()).sum(-1)
 
 
-def _passes(count: int, q: Tensor) -> Iterator[tuple[slice, int]]:
-    """Tangents that go through the kernels `TOGETHER` at a time, and those that are left."""
-    together = TOGETHER if q.shape[-1] <= FITTING else 1
-    even = count // together * together
+def _passes(count: int, kernel: str, q: Tensor) -> Iterator[tuple[slice, int]]:
+    """Tangents that go through a kernel two at a time, where registers allow, and those that are left."""
+    two = kernel != "key_tangent" and q.dtype != torch.float32 and q.shape[-1] <= FITTING
+    even = count // 2 * 2 if two else 0
     if even:
-        yield slice(0, even), together
+        yield slice(0, even), 2
     if even < count:
         yield slice(even, count), 1
 
@@ -288,10 +299,9 @@ def _kernel(name: str) -> Any:
     kernel = getattr(fused_kernels, name)
     if _interpreted():
         return kernel
-    tiles = [(64, 32, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (128, 32, 8, 2), (32, 64, 4, 2), (32, 32, 4, 2)]
     configs = [
         triton.Config({"ROWS": rows, "COLUMNS": columns}, num_warps=warps, num_stages=stages)
-        for rows, columns, warps, stages in tiles
+        for rows, columns, warps, stages in TILES
     ]
     key = ["D", "E", "CAUSAL", "WINDOW", "MASK", "TANGENTS", *(["MOVING"] if name != "tangent" else [])]
     return triton.autotune(configs, key=[*key, *(["KEYS", "VALUES"] if name == "key_tangent" else [])])(
