@@ -78,7 +78,7 @@ STUDY = Study(
     "up to σ = 10.",
     presets={
         "smoke": Growth(width=8, sequences=4, repeats=2, scales=(0.5, 0.7, 1.0, 5.0, 7.0, 10.0)),
-        "cpu": Growth(repeats=3, scales=SCALES[1::2]),
+        "cpu": Growth(repeats=3, scales=(*SCALES[1:10:2], *SCALES[10::2])),
         "paper": Growth(scales=SCALES),
     },
     units=units,
