@@ -24,7 +24,7 @@ def net():
 
 
 def against(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(0, 1), reduction="sum")
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(0, 1), reduction="none")
 
 
 @lru_cache
@@ -43,11 +43,14 @@ def at_minimum():
     return model, cl.Landscape(model, [(IDS[part], targets[part]) for part in PARTS], against)
 
 
-def grow(model, land, optimizer, steps, seed=0, size=1e-5):
-    """How far the weights are from the minimum after `steps`, from `size` away; `steps` gradients."""
+def grow(land, optimizer, steps, sharp=None, size=1e-5):
+    """Distances from the minimum over `steps` of an optimizer, from `size` away: in a random direction, and `sharp`."""
     start = flat(land)
-    direction = torch.randn(start.shape, dtype=start.dtype, generator=torch.Generator().manual_seed(seed))
-    place(land, start + size * direction / direction.norm())
+    direction = torch.randn(start.shape, dtype=start.dtype, generator=torch.Generator().manual_seed(0))
+    direction /= direction.norm()
+    if sharp is not None:
+        direction += sharp / sharp.norm()
+    place(land, start + size * direction)
     distances = []
     for _ in range(steps):
         give_gradient(land)

@@ -3,7 +3,6 @@ import math
 
 import pytest
 import torch
-from minima import IDS, net
 from torch.nn import functional as F
 
 import curvlens as cl
@@ -11,6 +10,7 @@ from curvlens import digits
 from curvlens.training.curvature_aware import CurvatureAware
 from curvlens.training.stability import stability
 from models import MODELS
+from training.minima import IDS, net
 
 KINDS = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9, nesterov=True),
@@ -75,8 +75,11 @@ def test_it_is_the_wrapped_optimizer_with_a_rate_of_its_own_for_every_block(kind
         reference.add_param_group({**group, "params": [p], "lr": group["lr"] * scales[name].unique().item()})
     for index, p in enumerate(twin.parameters()):
         reference.state[p] = state[index]
-    for a, b in zip(train(model, aware, 4, start=5), train(twin, reference, 4, start=5), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+    train(model, aware, 4, start=5)
+    train(twin, reference, 4, start=5)
+    for (name, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
+        if not name.endswith("b_K"):  # its gradient is zero but for rounding, which Adam makes large
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
 def test_a_fused_parameter_holds_several_factors():
@@ -98,25 +101,42 @@ def test_a_fused_parameter_holds_several_factors():
         torch.testing.assert_close(moved[name], -0.1 * factors[name] * g, rtol=1e-6, atol=1e-14)
 
 
-def test_the_curvature_is_the_mean_diagonal_as_the_optimizer_sees_it():
-    model, aware = setting("adamw", every=10**6, memory=0.999, limit=1e6)
+@pytest.mark.parametrize("drawn", [True, False], ids=["drawn targets", "product"])
+def test_the_curvature_is_the_mean_diagonal_as_the_optimizer_sees_it(drawn):
+    """Within four standard errors, which follow from the dense matrix."""
+    model, aware = setting("adamw", every=10**6)
     train(model, aware, 3)
-    count = 400
-    for _ in range(count):
-        aware.measure()
-    G = cl.gauss_newton(aware.land).dense().diagonal()
-    state = aware.optimizer.state
-    P = aware.land.blocks.from_parameters(
-        {
-            name: (1 - 0.9**3) * ((state[p]["exp_avg_sq"] / (1 - 0.999**3)).sqrt() + 1e-8)
-            for name, p in model.named_parameters()
-        }
-    )
-    for name, part in aware.land.blocks.split(G / P).items():
-        if (
-            part.numel() > 60
-        ):  # a probe of many signs: some 10 % of error each, and of the mean of 400 half a per cent
-            assert aware.curvature[name] == pytest.approx(part.mean().item(), rel=0.15), name
+    state, blocks = aware.optimizer.state, aware.land.blocks
+    P = {
+        name: (1 - 0.9**3) * ((state[p]["exp_avg_sq"] / (1 - 0.999**3)).sqrt() + 1e-8)
+        for name, p in model.named_parameters()
+    }
+    S = blocks.from_parameters(P).rsqrt()
+    G = S[:, None] * cl.gauss_newton(aware.land).dense() * S
+    if not drawn:
+
+        def sample(*_):
+            raise NotImplementedError
+
+        aware.land.loss.sample = sample
+    count, found = 60, dict.fromkeys(blocks.names, 0.0)
+    for aware.measurements in range(count):
+        for name, value in aware._curvatures().items():
+            found[name] += value / count
+    for name, span in blocks.ranges.items():
+        own, rows = G[span, span], G[span]
+        trace = own.trace().item()
+        # of the square of a nearly Gaussian gradient; of a probe also what lies beside the block, but no diagonal
+        square = 2 * own.square().sum().item()
+        if not drawn:
+            square += (
+                rows.square().sum().item()
+                - own.square().sum().item()
+                - 2 * own.diagonal().square().sum().item()
+            )
+        error = math.sqrt(square / count)
+        assert abs(found[name] * (span.stop - span.start) - trace) < 4 * error + 1e-9, name
+    assert math.sqrt(2 * G.square().sum().item() / count) < 0.2 * G.trace().item()  # the test can tell
 
 
 def test_factors_follow_from_the_curvature():
@@ -159,7 +179,7 @@ def test_what_is_not_finite_is_dropped():
 
 
 def test_the_budget_is_kept_by_the_clock():
-    """A training step takes 1 s, a measurement 3 s, and 5 % may be spent: at every moment at most that."""
+    """A training step takes 1 s, a measurement 1.5 s, and 5 % may be spent: at every moment at most that."""
     clock = Clock()
     model, aware = setting(clock=clock, share=0.05)
     step, measured = aware.optimizer.step, aware._curvatures
@@ -169,7 +189,7 @@ def test_the_budget_is_kept_by_the_clock():
         return step(closure)
 
     def slow_measurement():
-        clock.now += 3
+        clock.now += 1.5
         return measured()
 
     aware.optimizer.step, aware._curvatures = slow_step, slow_measurement
@@ -180,9 +200,9 @@ def test_the_budget_is_kept_by_the_clock():
         else:
             aware.step()
         assert aware.spent <= 0.05 * (aware.spent + aware.trained) + 1e-9
-    assert aware.spent == 3 * aware.measurements
-    assert aware.measurements == 7  # 400 s of training leave 21 s at 5 %
-    assert "5.0% of the time" in repr(aware) or "4.9% of the time" in repr(aware)
+    assert aware.spent == 1.5 * aware.measurements
+    assert aware.measurements == 13  # the n-th when training has taken 28.5 n + 1.5 s
+    assert "4.6% of the time" in repr(aware)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
@@ -204,7 +224,7 @@ def test_a_state_of_the_wrapped_optimizer_alone_is_taken():
     model, aware = setting("adamw", every=100)
     train(model, aware, 3)
     other, plain = setting("adamw", every=100)
-    plain.load_state_dict(aware.optimizer.state_dict())
+    plain.load_state_dict(copy.deepcopy(aware.optimizer.state_dict()))
     assert plain.steps == 0
     other.load_state_dict(model.state_dict())
     assert same(train(model, aware, 2, start=3), train(other, plain, 2, start=3))

@@ -2,11 +2,11 @@ import math
 
 import pytest
 import torch
-from minima import at_minimum, flat, give_gradient, grow, place
 
 import curvlens as cl
 from curvlens.estimate.sharpness import stable_curvature
 from curvlens.training.stability import stability
+from training.minima import at_minimum, flat, give_gradient, grow, place
 
 SGD = [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}]
 
@@ -15,23 +15,26 @@ SGD = [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}]
 def test_gradient_descent_diverges_just_above_the_critical_rate_and_converges_just_below(settings):
     """On the true loss of a small Transformer, a step of 1e-5 away from its minimum; 3 % to either side."""
     model, land = at_minimum()
-    critical = stability(land, torch.optim.SGD(model.parameters(), lr=0.1, **settings)).critical
+    found = stability(land, torch.optim.SGD(model.parameters(), lr=0.1, **settings))
     ends = []
     for factor in (0.97, 1.03):
         model, land = at_minimum()
-        far = grow(model, land, torch.optim.SGD(model.parameters(), lr=factor * critical, **settings), 120)
-        ends.append(far[-1] / far[20])
-    assert ends[0] < 1 < 5 < ends[1]
+        optimizer = torch.optim.SGD(model.parameters(), lr=factor * found.critical, **settings)
+        far = grow(land, optimizer, 60, found.pairs.vectors[:, 0])
+        ends.append(far[-1] / far[10])
+    assert ends[0] < 1 < 3 < ends[1]
 
 
 def adam_at_rest(model, land, kind=torch.optim.Adam, **settings):
-    """An Adam that has come down from nearby, put back at the minimum with its averages of squares as they are."""
+    """An Adam that has come down from nearby, put back at the minimum as if after long training: no bias is left."""
     rest = flat(land)
     optimizer = kind(model.parameters(), lr=1e-3, **settings)
-    grow(model, land, optimizer, 30, size=0.3)
+    grow(land, optimizer, 30, size=0.3)
     place(land, rest)
     for state in optimizer.state.values():
         state["exp_avg"].zero_()
+        state["exp_avg_sq"] /= 1 - 0.999**30
+        state["step"].fill_(1e5)
     return optimizer
 
 
@@ -42,12 +45,12 @@ def test_adam_diverges_above_and_converges_below(kind):
     for factor in (0.9, 1.1):
         model, land = at_minimum()
         optimizer = adam_at_rest(model, land, kind, weight_decay=0.0)
-        critical = stability(land, optimizer).critical
+        found = stability(land, optimizer)
         for group in optimizer.param_groups:
-            group["lr"] = factor * critical
-        far = grow(model, land, optimizer, 40)
-        ends.append(far[-1] / far[10])
-    assert ends[0] < 1 < 5 < ends[1]
+            group["lr"] = factor * found.critical
+        far = grow(land, optimizer, 30, found.pairs.vectors[:, 0])
+        ends.append(far[-1] / far[5])
+    assert ends[0] < 1 < 3 < ends[1]
 
 
 def grouped(model, kind, settings):
@@ -114,8 +117,8 @@ def test_the_optimizer_itself_on_a_quadratic(case):
                     "momentum_buffer": 0 * square,
                 }
             elif kind is not torch.optim.SGD:
-                biased = square * (1 - (1 - 1e-9) ** 1e6)
-                optimizer.state[p] = {"step": torch.tensor(1e6), "exp_avg": 0 * square, "exp_avg_sq": biased}
+                step = torch.tensor(1e11)  # no bias left to correct
+                optimizer.state[p] = {"step": step, "exp_avg": 0 * square, "exp_avg_sq": square}
         D, decay, _ = stable_curvature(cl.structured.Dense(H, blocks), optimizer, parameters)
         S = D.rsqrt()
         critical = 1 / torch.linalg.eigvalsh(S[:, None] * (H + torch.diag(decay)) * S).max().item()
@@ -123,15 +126,15 @@ def test_the_optimizer_itself_on_a_quadratic(case):
             group["lr"] *= critical * factor
         with torch.no_grad():
             for p in model:
-                p.copy_(1e-9 * torch.randn(p.shape, generator=generator).double())
+                p.copy_(1e-100 * torch.randn(p.shape, generator=generator).double())
         lengths = []
-        for _ in range(12000):
+        for _ in range(4000):
             theta = torch.cat([p.detach() for p in model])
             lengths.append(theta.norm().item())
             for p, g in zip(model, (H @ theta).split([len(p) for p in model]), strict=True):
                 p.grad = g.clone()
             optimizer.step()
-        moving = [math.log(max(lengths[i : i + 50])) for i in (6000, 11900)]
+        moving = [math.log(max(*lengths[i : i + 50], 1e-300)) for i in (2000, 3900)]
         return moving[1] - moving[0]
 
     assert growth(1.002) > 0.5

@@ -2,12 +2,12 @@ import math
 
 import pytest
 import torch
-from minima import at_minimum, flat, place
 
 import curvlens as cl
 from curvlens.training.stability import stability
-from curvlens.training.trajectory import Descent, eigen_modes, krylov_modes, recovered, trajectory
+from curvlens.training.trajectory import Descent, eigen_modes, gradient_descent, krylov_modes, recovered
 from models import MODELS
+from training.minima import at_minimum, flat, place
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +63,9 @@ def test_beside_the_truth_near_a_minimum(by):
     rest = flat(land)
     direction = torch.randn(rest.shape, dtype=rest.dtype, generator=torch.Generator().manual_seed(0))
     place(land, rest + 1e-4 * direction / direction.norm())
-    rate = 0.5 * stability(land, torch.optim.SGD(model.parameters(), lr=0.1)).critical
+    rate = 0.8 * stability(land, torch.optim.SGD(model.parameters(), lr=0.1)).critical
     kept = flat(land)
-    made = trajectory(land, rate, 40, by=by, k=40)
+    made = gradient_descent(land, rate, 40, by=by, k=40)
     change = made.true[0] - made.true
     assert made.horizon(0.01) == 40
     assert (made.errors[1:] / change[1:]).max() < 1e-2
@@ -81,13 +81,13 @@ def test_beside_the_truth_near_a_minimum(by):
 
 def test_an_optimizer_with_decay_and_a_run_that_diverges(land):
     optimizer = torch.optim.SGD(land.model.parameters(), lr=0.01, momentum=0.5, weight_decay=0.1)
-    made = trajectory(land, optimizer, 6)
+    made = gradient_descent(land, optimizer, 6)
     weights = flat(land)
     assert made.true[0].item() == pytest.approx(
         (land.value() + 0.05 * weights.square().sum()).item(), rel=1e-12
     )
     assert made.horizon() >= 1
-    wild = trajectory(land, 1e6, 8)
+    wild = gradient_descent(land, 1e6, 8)
     assert wild.horizon() < 8
     assert not (wild.true[1:] <= wild.true[0]).all()
 
@@ -104,8 +104,9 @@ def test_curvature_of_a_quadratic_from_its_path():
         places.append(x)
     places = torch.stack(places)
     made = recovered(places, places @ H)
-    assert made.largest == pytest.approx(values[-1].item(), rel=1e-9)
-    assert made.residual < 1e-8
+    # directions that the steps took a thousandth as much as another are left out, which the residual tells
+    assert made.largest == pytest.approx(values[-1].item(), rel=1e-3)
+    assert 0 <= values[-1].item() - made.largest <= made.residual < 1
     assert all(values[0] - 1e-9 <= v <= values[-1] + 1e-9 for v in made.along)
     steps = places.diff(dim=0)
     torch.testing.assert_close(made.along, ((steps @ H) * steps).sum(1) / steps.square().sum(1))
@@ -113,11 +114,11 @@ def test_curvature_of_a_quadratic_from_its_path():
 
 def test_wrong_input(land):
     with pytest.raises(TypeError, match="expected SGD or a rate, got Adam"):
-        trajectory(land, torch.optim.Adam(land.model.parameters()))
+        gradient_descent(land, torch.optim.Adam(land.model.parameters()))
     with pytest.raises(ValueError, match="expected a positive rate and at least one step, got -1"):
-        trajectory(land, -1, 5)
+        gradient_descent(land, -1, 5)
     with pytest.raises(ValueError, match="expected by to be one of lanczos, eigen"):
-        trajectory(land, 0.1, by="magic")
+        gradient_descent(land, 0.1, by="magic")
     with pytest.raises(ValueError, match="expected steps that move"):
         recovered(torch.ones(3, 2), torch.ones(3, 2))
     with pytest.raises(ValueError, match="expected SGD without dampening"):

@@ -8,8 +8,9 @@ A block b of the parameters moves by `m_b` times what the wrapped optimizer woul
 it has a P), and `c̄` their geometric mean, weighted by the entries. For SGD, Adam and all others whose step is in
 proportion to the rate and whose state does not depend on it, that is a rate of its own for every block.
 
-`c_b` comes from one Gauss-Newton product a measurement, `v_b·(G v)_b` for random signs v. A running mean over
-measurements smooths it, a wild one counts at most `limit` times the mean, and nothing is scaled before the third.
+`c_b` comes from one gradient a measurement, at targets that the model draws itself (for a loss that cannot be drawn
+from, from one Gauss-Newton product). A running mean over measurements smooths it, a wild one counts at most `limit`
+times the mean, and nothing is scaled before the third.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from curvlens import guards
 from curvlens.blocks import Blocks
 from curvlens.curvature import gauss_newton
 from curvlens.estimate.probes import probes
 from curvlens.estimate.result import table
-from curvlens.estimate.sharpness import Preconditioned, inverse_root
+from curvlens.estimate.sharpness import inverse_root
 from curvlens.landscape import Landscape
 
 FEWEST = 3  # measurements before anything is scaled
-FIRST = 4.0  # steps that the first measurement is taken to cost, before one is known
+FIRST = 2.0  # steps that the first measurement is taken to cost, before one is known
 KEY = "curvature_aware"
 
 
@@ -139,16 +141,43 @@ class CurvatureAware(Optimizer):
         self.cost = self.clock() - began
 
     def _curvatures(self) -> dict[str, float]:
-        """`v_b·(G v)_b / n_b` of the blocks that the optimizer trains."""
+        """The mean diagonal of `P^{-1/2} G P^{-1/2}` over each block that the optimizer trains, measured once."""
         names = self._names()
         blocks = Blocks(b for b in self.land.blocks if b.source is not None and b.source.parameter in names)
-        G = gauss_newton(self.land).block(blocks, blocks)
-        scale = inverse_root(blocks, self.optimizer, names)
-        operator = G if scale is None else Preconditioned(G, scale)
-        v = probes(blocks, [self.measurements], self.seed, "rademacher", G.dtype, G.device)[0]
-        products = blocks.split((v * (operator @ v)).double())
-        found = {name: part.mean().item() for name, part in products.items()}
+        root = inverse_root(blocks, self.optimizer, names)
+        S = torch.ones((), dtype=torch.float64) if root is None else root.cpu()
+        try:
+            diagonal = self._from_drawn(blocks, S)
+        except NotImplementedError:  # the loss is no likelihood that could be drawn from
+            diagonal = self._from_product(blocks, S)
+        found = {name: part.mean().item() for name, part in blocks.split(diagonal).items()}
         return found if all(map(math.isfinite, found.values())) else {}
+
+    def _from_drawn(self, blocks: Blocks, S: Tensor) -> Tensor:
+        """`S² (∇ℓ)² n`, ∇ℓ the gradient of the mean loss over n tokens with targets drawn from the model itself.
+
+        Drawn so, the tokens' gradients are independent with mean zero, and `E n ∇ℓ ∇ℓᵀ = G` (Bartlett).
+        """
+        land, generator = self.land, torch.Generator().manual_seed(self.seed + self.measurements)
+        total = torch.zeros(blocks.size, dtype=torch.float64)
+        with guards.twice_differentiable(land.device):
+            leaves = {name: p.requires_grad_() for name, p in land.parameters().items()}
+            wanted = [leaves[name] for name in blocks.parameters]
+            for piece in land.pieces():
+                output = land.output(leaves, piece)
+                drawn = land.loss.sample(output.detach(), piece.target, generator)
+                slope = land.loss.gradient(output.detach(), drawn)
+                found = torch.autograd.grad(output, wanted, slope, allow_unused=True, materialize_grads=True)
+                total += (
+                    blocks.from_parameters(dict(zip(blocks.parameters, found, strict=True))).double().cpu()
+                )
+        return (S * total).square() / land.weight
+
+    def _from_product(self, blocks: Blocks, S: Tensor) -> Tensor:
+        """`v ∘ (S G S v)` for a probe v of random signs: its expectation is the diagonal."""
+        G = gauss_newton(self.land).block(blocks, blocks)
+        v = probes(blocks, [self.measurements], self.seed, "rademacher", torch.float64)[0]
+        return v * S * (G @ (S * v).to(G.device, G.dtype)).double().cpu()
 
     def _take_in(self, name: str, value: float) -> None:
         """Into the running mean; a wild value counts as `limit` times the mean, or a `limit`th of it."""

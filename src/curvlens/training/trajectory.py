@@ -29,7 +29,7 @@ from curvlens.structured import Diagonal
 
 TOLERANCE = 0.1  # the share of the change so far that a prediction may be off by
 WAYS = ("lanczos", "eigen")
-WINDOW = 20  # of the last steps, from which curvature is read
+WINDOW = 20  # of the first steps, from which the curvature at the start is read
 NEGLIGIBLE = 1e-3  # directions that the steps hardly took, as a share of the one they took most
 
 
@@ -149,7 +149,7 @@ class Trajectory:
         return "\n".join(lines)
 
 
-def trajectory(
+def gradient_descent(
     land: Landscape,
     rate: float | torch.optim.Optimizer,
     steps: int = 50,
@@ -244,7 +244,7 @@ def eigen_modes(H: Operator, gradient: Tensor, k: int, seed: int = 0) -> Modes:
 def _followed(
     land: Landscape, descent: Descent, start: Tensor, gradient: Tensor, steps: int
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """The true losses, and the last places and gradients, of gradient descent from here."""
+    """The true losses, and the first places and gradients, of gradient descent from here."""
     losses = torch.full((steps + 1,), math.inf, dtype=torch.float64)
     place, buffer = start, torch.zeros_like(start)
     places, gradients = [place], [gradient]
@@ -255,7 +255,9 @@ def _followed(
                 losses[t] = there.value().item() + 0.5 * descent.decay * place.double().square().sum().item()
                 if t:
                     gradient = there.gradient() + descent.decay * place
-                    places, gradients = [*places, place][-WINDOW - 1 :], [*gradients, gradient][-WINDOW - 1 :]
+                if 0 < t <= WINDOW:
+                    places.append(place)
+                    gradients.append(gradient)
             except FloatingPointError:  # it diverged
                 break
             place, buffer = descent.step(place, gradient, buffer)
