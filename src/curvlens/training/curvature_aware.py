@@ -58,7 +58,7 @@ class CurvatureAware(Optimizer):
         optimizer: Optimizer,
         land: Landscape,
         *,
-        share: float = 0.05,
+        share: float = 0.08,
         every: int | None = None,
         power: float = 0.5,
         limit: float = 4.0,
@@ -79,7 +79,8 @@ class CurvatureAware(Optimizer):
             0.0  # seconds: on curvature, on training, by the last measurement
         )
         self._left: float | None = None  # when the last step ended
-        self._scales: dict[int, Tensor | float] = {}  # by the parameter's id
+        self._scaled: list[Tensor] = []  # parameters, and what their steps are multiplied by
+        self._scales: list[Tensor] = []
         self._share_groups()
         self._names()  # that there is something to scale
 
@@ -92,19 +93,15 @@ class CurvatureAware(Optimizer):
             self.trained += began - self._left
         if self._due():
             self.measure()
-        held = [
-            (p, self._scales[id(p)])
-            for group in self.param_groups
-            for p in group["params"]
-            if id(p) in self._scales
-        ]
-        before = [p.detach().clone() for p, _ in held]
+        before = _multiplied(self._scaled, 1.0)  # copies
         ready = self.clock()
         value = self.optimizer.step(closure)
         moved = self.clock()
-        with torch.no_grad():
-            for (p, scale), old in zip(held, before, strict=True):
-                p.copy_(torch.lerp(old, p, scale if isinstance(scale, float) else scale.to(p)))
+        if before:
+            with torch.no_grad():  # in fused calls, as torch's optimizers do
+                torch._foreach_sub_(self._scaled, before)
+                torch._foreach_mul_(self._scaled, self._scales)
+                torch._foreach_add_(self._scaled, before)
         self._left = self.clock()
         self.spent += (ready - began) + (self._left - moved)
         self.trained += moved - ready
@@ -211,18 +208,17 @@ class CurvatureAware(Optimizer):
         return torch.cat(parts)
 
     def _set_scales(self) -> None:
-        """The factors by parameter: a number, or a tensor where a parameter holds several blocks."""
-        names, self._scales = self._names(), {}
-        if all(m == 1 for m in self.factors.values()):
+        """The factors by parameter; an entry outside of all blocks has 1."""
+        names, factors = self._names(), self.factors
+        self._scaled, self._scales = [], []
+        if all(m == 1 for m in factors.values()):
             return
-        for name, extra in self.land.blocks.to_parameters(
-            self.factor() - 1
-        ).items():  # zero where there is no block
+        for name, extra in self.land.blocks.to_parameters(self.factor() - 1).items():
             if name in names:
-                first = extra.flatten()[0]
-                alike = bool((extra == first).all())
                 p = names[name]
-                self._scales[id(p)] = 1 + first.item() if alike else (1 + extra).to(p.device, torch.float32)
+                alike = bool((extra == extra.flatten()[0]).all())
+                self._scaled.append(p)
+                self._scales.append((1 + (extra.flatten()[0] if alike else extra)).to(p.device, p.dtype))
 
     def _names(self) -> dict[str, Tensor]:
         """The parameters that the landscape and the optimizer share, by name."""
@@ -298,6 +294,11 @@ class CurvatureAware(Optimizer):
             if name in self.curvature
         ]
         return head + ("\n" + table(rows) if len(rows) > 1 else "")
+
+
+def _multiplied(tensors: list[Tensor], factor: float) -> list[Tensor]:
+    with torch.no_grad():
+        return list(torch._foreach_mul(tensors, factor)) if tensors else []
 
 
 _KEPT = ("steps", "measurements", "failed", "spent", "trained", "cost")
