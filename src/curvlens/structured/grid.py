@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -50,8 +51,6 @@ class BlockOperator(Operator):
             raise ValueError("expected a dtype for cells that are made when asked for, or at least one cell")
         super().__init__(codomain, domain, dtype, device or "cpu", symmetric)
         self._made: dict[tuple[str, str], Operator | None] = {}
-        self._places = [_places(codomain), _places(domain)]
-        self._order = {name: i for i, name in enumerate(self._places[0])} if symmetric else {}
 
     @staticmethod
     def _check_cells(cells: Mapping[tuple[str, str], Operator], codomain: Blocks, domain: Blocks) -> None:
@@ -64,6 +63,15 @@ class BlockOperator(Operator):
             shape = (rows[row].size, columns[column].size)
             if cell.shape != shape:
                 raise ValueError(f"cell {(row, column)}: expected shape {shape}, got {cell.shape}")
+
+    @cached_property
+    def _places(self) -> tuple[dict[str, _Place], dict[str, _Place]]:
+        rows = _places(self.codomain)
+        return rows, rows if self.domain is self.codomain else _places(self.domain)
+
+    @cached_property
+    def _order(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self._places[0])} if self.symmetric else {}
 
     # -- cells
 
@@ -116,12 +124,13 @@ class BlockOperator(Operator):
         return BlockOperator(cell, self.domain, self.codomain, dtype=self.dtype, device=self.device)
 
     def _block(self, rows: Blocks, columns: Blocks) -> Operator:
-        known = all(name in self._places[0] for name in _places(rows))
-        known = known and all(name in self._places[1] for name in _places(columns))
+        own_rows, own_columns = _places(rows), _places(columns)
+        known = all(name in self._places[0] for name in own_rows)
+        known = known and all(name in self._places[1] for name in own_columns)
         if not known:
             return super()._block(rows, columns)
-        if len(_places(rows)) == len(_places(columns)) == 1:
-            cell = self.cell(next(iter(_places(rows))), next(iter(_places(columns))))
+        if len(own_rows) == len(own_columns) == 1:
+            cell = self.cell(next(iter(own_rows)), next(iter(own_columns)))
             if isinstance(cell, KroneckerSum):
                 return cell.over(rows, columns)
             if cell is not None:

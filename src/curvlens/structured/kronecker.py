@@ -161,8 +161,7 @@ class KroneckerSum(Operator):
                 place.copy_(_product(parts[0]))
                 continue
             slab = buffer[: place.numel()].view(place.shape)
-            for i, part in enumerate(parts):
-                _write_term(slab, part, add=i > 0)
+            _write_terms(slab, parts)
             place.copy_(slab)
             if mirror is not None and turned is not None:
                 columns = turned[: slab.numel()].view(x * y, -1)
@@ -328,29 +327,57 @@ def _unravel(index: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     return index // shape[1], index % shape[1]
 
 
-def _write_term(slab: Tensor, term: Term, add: bool) -> None:
-    """Write, or add, the matrix of a term to a contiguous `slab` `[m, r, x, y]`.
+def _write_terms(slab: Tensor, terms: list[Term]) -> None:
+    """Write the matrix of a sum to a contiguous `slab` `[m, r, x, y]`.
 
-    A factor of rank one goes to the columns of the other first, so that one matrix product lays every entry in place.
+    A factor of rank one, `u_i v_iᵀ`, has `v_i` multiplied into the other factor first, so that one matrix product with
+    `u` lays every entry in place. Terms with the same `u` share that product.
     """
-    a, b, beta = term.a, term.b, int(add)
-    n, m, r = a.n, a.m, b.m
-    if n == 1 and not term.crossed:
-        left, right = a.full()[0][:, None, :, None], b.full()[0][None, :, None, :]
-        slab.addcmul_(left, right) if add else torch.mul(left, right, out=slab)
-    elif is_rank_one(a):
-        u, v = _vectors(a)
-        matrix = b.full().contiguous()
-        if term.crossed:
-            matrix, v = matrix[..., None], v[:, None, None]
+    m, r = slab.shape[:2]
+    shared: dict[object, tuple[Tensor, Tensor]] = {}
+    others = []
+    for term in terms:
+        if term.a.n == 1 or not (is_rank_one(term.a) or is_rank_one(term.b)):
+            others.append(term)
+            continue
+        over_m, u, factors = _spread(term)
+        key = over_m, u.data_ptr(), u.shape, u.stride()
+        if key in shared:
+            shared[key][1].addcmul_(*factors)
         else:
-            matrix, v = matrix[:, :, None], v[:, None, :, None]
-        slab.view(m, -1).addmm_(u.T, (matrix * v).reshape(n, -1), beta=beta)
-    elif is_rank_one(b):
-        g, h = _vectors(b)
-        matrix = a.full().transpose(0, 1).contiguous()
-        spread = matrix[:, :, None] * h[:, :, None] if term.crossed else matrix[..., None] * h[:, None]
-        slab.view(m, r, -1).baddbmm_(g.T.expand(m, r, n), spread.reshape(m, n, -1), beta=beta)
+            shared[key] = u, torch.mul(*factors).contiguous()
+    for i, ((over_m, *_), (u, spread)) in enumerate(shared.items()):
+        n, beta = len(u), int(i > 0)
+        if over_m:
+            slab.view(m, -1).addmm_(u.T, spread.view(n, -1), beta=beta)
+        else:
+            slab.view(m, r, -1).baddbmm_(u.T.expand(m, r, n), spread.view(m, n, -1), beta=beta)
+    for i, term in enumerate(others):
+        _write_plainly(slab, term, add=i > 0 or bool(shared))
+
+
+def _spread(term: Term) -> tuple[bool, Tensor, tuple[Tensor, Tensor]]:
+    """Whether `u` of the factor of rank one lies over `m` (or over `r`), `u`, and two tensors whose product is the rest.
+
+    The rest is `[n, r, x, y]` for `u` over `m`, `[m, n, x, y]` for `u` over `r`.
+    """
+    if is_rank_one(term.a):
+        u, v = _vectors(term.a)
+        matrix = term.b.full().contiguous()
+        if term.crossed:
+            return True, u, (matrix[..., None], v[:, None, None])
+        return True, u, (matrix[:, :, None], v[:, None, :, None])
+    u, v = _vectors(term.b)
+    matrix = term.a.full().transpose(0, 1).contiguous()
+    if term.crossed:
+        return False, u, (matrix[:, :, None], v[:, :, None])
+    return False, u, (matrix[..., None], v[:, None])
+
+
+def _write_plainly(slab: Tensor, term: Term, add: bool) -> None:
+    if term.a.n == 1 and not term.crossed:
+        left, right = term.a.full()[0][:, None, :, None], term.b.full()[0][None, :, None, :]
+        slab.addcmul_(left, right) if add else torch.mul(left, right, out=slab)
     else:
         slab.add_(_product(term)) if add else slab.copy_(_product(term))
 
