@@ -44,6 +44,11 @@ class Groups:
         return [r[None] for r in rows.split([x.shape[1] for x, _ in self.parts])]
 
 
+def _mean(rows: RowMoments, A: Tensor, x: Tensor) -> Tensor:
+    """`A x`, which centred moments have made."""
+    return rows.mean(x) if isinstance(rows, WeightedMoments) and rows.centred else A @ x
+
+
 def joined(parts: list[Tensor]) -> Tensor:
     """`[b, L, ...]` of every group as `[n, ...]`."""
     return parts[0].flatten(0, 1) if len(parts) == 1 else torch.cat([p.flatten(0, 1) for p in parts])
@@ -105,7 +110,7 @@ class Head:
     def M1(self) -> Tensor:
         """`Σ_j A_ij x_j`, `[n, d]`."""
         parts = zip(self.A, self.rows, self.groups.parts, strict=True)
-        return joined([rows.mean(x) if rows.centred else A @ x for A, rows, (x, _) in parts])
+        return joined([_mean(rows, A, x) for A, rows, (x, _) in parts])
 
     @cached_property
     def mixed(self) -> Tensor:

@@ -30,8 +30,8 @@ from curvlens.exact.attention_product import AttentionOperator
 from curvlens.exact.result import LossAt, Result, TokenLoss, Tokens
 from curvlens.structured import BlockOperator, KroneckerSum
 from curvlens.structured.grid import Cell
-from curvlens.structured.kronecker import Term
 from curvlens.structured.stacks import CHUNK, Full, LowRank, Stack
+from curvlens.structured.terms import Term
 
 KINDS = ("query_key", "query", "key", "value", "out")
 

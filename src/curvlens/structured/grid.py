@@ -242,27 +242,27 @@ class BlockOperator(Operator):
     def eigenvalues(self) -> Tensor:
         """All eigenvalues, ascending, where the structure gives them.
 
-        Block-diagonal: those of the diagonal cells. Hollow with two blocks, `[[0, C], [Cᵀ, 0]]`: the pairs
-        `± σ(C)`, and zeros.
+        Where no two cells share rows or columns: those of the cells on the diagonal, the pairs `± σ(C)` of
+        `[[0, C], [Cᵀ, 0]]`, and zeros.
         """
         if not self.symmetric:
             raise ValueError("expected a symmetric operator for eigenvalues")
         own = list(self._own())
-        zeros = torch.zeros(self.codomain.size, dtype=self.dtype, device=self.device)
-        if not any(mirrored for *_, mirrored in own):
-            found = [
-                cell.eigenvalues() for _, _, cell, _ in own if isinstance(cell, (KroneckerSum, BlockOperator))
-            ]
-        elif len(own) == 1 and isinstance(own[0][2], KroneckerSum):
-            sigma = own[0][2].singular_values()
-            found = [sigma, -sigma]
-        else:
+        used = [name for row, column, *_ in own for name in {row, column}]
+        if len(set(used)) < len(used):
             raise ValueError(
-                "expected a block-diagonal operator or one pair of off-diagonal blocks for exact eigenvalues, got "
-                f"{len(own)} cells; take torch.linalg.eigvalsh(H.dense()) or curvlens.eigsh(H)"
+                "expected cells that share no rows or columns for exact eigenvalues, as of a block-diagonal operator, "
+                f"got {len(own)} cells that do; take torch.linalg.eigvalsh(H.dense()) or curvlens.eigsh(H)"
             )
-        values = torch.cat(found) if found else zeros[:0]
-        return torch.cat([values, zeros[len(values) :]]).sort().values
+        found = []
+        for _, _, cell, mirrored in own:
+            if mirrored:
+                sigma = _spectrum(cell, "singular_values")
+                found += [sigma, -sigma]
+            else:
+                found.append(_spectrum(cell, "eigenvalues"))
+        found.append(torch.zeros(self.codomain.size, dtype=self.dtype, device=self.device))
+        return torch.cat(found)[: self.codomain.size].sort().values
 
 
 class _Place:
@@ -314,6 +314,16 @@ def frobenius(cell: Operator) -> Tensor:
     if hasattr(cell, "frobenius"):
         return cell.frobenius()
     return cell.dense().norm()
+
+
+def _spectrum(cell: Operator, name: str) -> Tensor:
+    """The eigenvalues or singular values of a cell, from its structure."""
+    if not hasattr(cell, name):
+        raise ValueError(
+            f"expected cells that know their {name.replace('_', ' ')}, got {cell}; take "
+            "torch.linalg.eigvalsh(H.dense())"
+        )
+    return getattr(cell, name)()
 
 
 def _spectral_bound(cell: Operator) -> Tensor:
