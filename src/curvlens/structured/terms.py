@@ -64,7 +64,7 @@ def write_terms(slab: Tensor, terms: list[Term]) -> None:
     `u` lays every entry in place. Terms with the same `u` share that product.
     """
     m, r = slab.shape[:2]
-    shared: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+    shared: dict[object, tuple[bool, Tensor, Tensor]] = {}
     others = []
     for term in terms:
         if term.a.n == 1 or not (is_rank_one(term.a) or is_rank_one(term.b)):
@@ -73,12 +73,12 @@ def write_terms(slab: Tensor, terms: list[Term]) -> None:
         over_m, u, factors = _spread(term)
         key = over_m, u.data_ptr(), u.shape, u.stride()
         if key in shared:
-            shared[key][1].addcmul_(*factors)
+            shared[key][2].addcmul_(*factors)
         else:
-            shared[key] = u, torch.mul(*factors).contiguous()
-    for i, (key, (u, spread)) in enumerate(shared.items()):
+            shared[key] = over_m, u, torch.mul(*factors).contiguous()
+    for i, (over_m, u, spread) in enumerate(shared.values()):
         n, beta = len(u), int(i > 0)
-        if key[0]:
+        if over_m:
             slab.view(m, -1).addmm_(u.T, spread.view(n, -1), beta=beta)
         else:
             slab.view(m, r, -1).baddbmm_(u.T.expand(m, r, n), spread.view(m, n, -1), beta=beta)
