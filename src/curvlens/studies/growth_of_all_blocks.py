@@ -109,13 +109,14 @@ def judge(config: AllBlocks, made: dict[str, Any]) -> list[Finding]:
 def figure(config: AllBlocks, made: dict[str, Any]) -> Any:
     drawing, axes = draw.panels(3, 2)
     for axis, pair in zip(axes.flat, PAIRS, strict=True):
-        for part in PARTS:
+        for part in ("total", "outer", "functional"):  # H lies on the larger of the two: wide, and below them
             for variant, style in (("softmax", "-"), ("temperature", ":")):
                 curve = made[f"{variant}: {part} {','.join(pair)}"]
                 if curve is not None:
                     means = [sum(v) / len(v) for v in zip(*curve["runs"], strict=True)]
                     label = draw.LABELS[part] if style == "-" else None
-                    axis.plot(config.scales, means, style, color=draw.COLOURS[part], lw=1.1, label=label)
+                    look: Any = {"lw": 3.0, "alpha": 0.3} if part == "total" else {"lw": 1.1}
+                    axis.plot(config.scales, means, style, color=draw.COLOURS[part], label=label, **look)
                     law = LAWS.get(part, {}).get(pair)
                     if law is not None and style == "-":
                         draw.trend(axis, config.scales, (config.scales[0], means[0]), law, f"$\\sigma^{law}$")

@@ -10,7 +10,7 @@ from typing import Any
 COLOURS = {"total": "#222222", "outer": "#c0392b", "functional": "#2471a3"}
 LABELS = {"total": "$H$", "outer": "$H_o$", "functional": "$H_f$"}
 DOTS_PER_INCH = 100
-SHADES = 64  # colours kept in a file: a plot needs no more, and the file is a third
+SHADES = 128  # colours kept in a file: a plot needs no more, and the file is a third
 
 
 def require_matplotlib() -> None:
@@ -85,6 +85,8 @@ def save(figure: Any, path: str | Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn = BytesIO()
     figure.savefig(drawn, format="png", dpi=DOTS_PER_INCH)
-    image = Image.open(drawn).convert("RGB").quantize(SHADES, dither=Image.Dither.NONE)
+    # the palette that reaches farthest: the usual one gives up the colour of a thin line
+    wide = Image.Quantize.MAXCOVERAGE
+    image = Image.open(drawn).convert("RGB").quantize(SHADES, wide, dither=Image.Dither.NONE)
     image.save(path, optimize=True)
     return path
