@@ -147,7 +147,7 @@ class Landscape:
         """The number of scored tokens (or samples) of all batches."""
         if isinstance(self.loss, PerToken):
             weight: float = 0
-            with guards.twice_differentiable(self.device), torch.no_grad():
+            with guards.twice_differentiable(self.model, self.device), torch.no_grad():
                 parameters = self.parameters()
                 for piece in self.pieces():
                     weight += self.loss.count_terms(self.output(parameters, piece), piece.target)
@@ -184,7 +184,7 @@ class Landscape:
     def value(self) -> Tensor:
         """`L(θ)`, a scalar."""
         self.probe()
-        with guards.twice_differentiable(self.device), torch.no_grad():
+        with guards.twice_differentiable(self.model, self.device), torch.no_grad():
             parameters = self.parameters()
             total = torch.zeros((), dtype=self.dtype, device=self.device)
             for piece in self.pieces():
@@ -195,7 +195,7 @@ class Landscape:
     def gradient(self) -> Tensor:
         """`∂L/∂θ`, a flat vector over the blocks. Cost: one gradient."""
         self.probe()
-        with guards.twice_differentiable(self.device):
+        with guards.twice_differentiable(self.model, self.device):
             leaves = {name: p.requires_grad_() for name, p in self.parameters().items()}
             total = {name: torch.zeros_like(p) for name, p in leaves.items()}
             for piece in self.pieces():
@@ -215,7 +215,7 @@ class Landscape:
         if getattr(self, "_probed", False):
             return
         piece = next(iter(self.pieces())) if piece is None else piece
-        with guards.twice_differentiable(self.device), torch.no_grad():
+        with guards.twice_differentiable(self.model, self.device), torch.no_grad():
             parameters = self.parameters()
             output = self.output(parameters, piece)
             self.loss.check(output, piece.target)
@@ -236,7 +236,7 @@ class Landscape:
             return
 
         def run() -> None:
-            with guards.twice_differentiable(self.device), torch.no_grad():
+            with guards.twice_differentiable(self.model, self.device), torch.no_grad():
                 for piece in self.pieces():
                     self.output(self.parameters(), piece)
 

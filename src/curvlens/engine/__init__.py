@@ -62,7 +62,7 @@ def product(
         land.probe()
     quantity = quantity.started()
     result = None
-    with guards.twice_differentiable(land.device), guards.explained():
+    with guards.twice_differentiable(land.model, land.device), guards.explained():
         stack = stack.clone() if stack.is_inference() else stack
         directions = columns.to_parameters(stack)
         for index, piece in enumerate(land.pieces()):
