@@ -143,7 +143,9 @@ def twice_differentiable(model: nn.Module, device: torch.device) -> Iterator[Non
 def _snapshot(model: nn.Module, device: torch.device) -> Callable[[], None]:
     """A function that puts back what a product may move: attributes of modules, random state, switches."""
     held = [vars(module) for module in model.modules()]
-    held += [value for own in held for value in own.values() if isinstance(value, dict)]  # parameters, hooks, …
+    held += [
+        value for own in held for value in own.values() if isinstance(value, dict)
+    ]  # parameters, hooks, …
     contents = [(holder, dict(holder)) for holder in held]
     on_gpu = device.type == "cuda"
     random = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None
@@ -205,7 +207,9 @@ def explained() -> Iterator[None]:
         yield
     except (RuntimeError, NotImplementedError) as error:
         text = str(error)
-        if "KeyboardInterrupt" in text:  # TorchScript, in which tangents of some operations are written, wraps it
+        if (
+            "KeyboardInterrupt" in text
+        ):  # TorchScript, in which tangents of some operations are written, wraps it
             raise KeyboardInterrupt from error
         if "forward AD" in text or "forward-mode" in text or "setup_context" in text:
             advice = 'use engine="double-backward"'

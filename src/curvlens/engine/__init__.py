@@ -76,5 +76,5 @@ def product(
                 rows.gather(image, result[start : start + chunk], add=in_parts or index > 0)
                 del image
     assert result is not None  # a landscape has data
-    land.require_finite(result, "product")
+    land.require_finite(result, "product", given=stack)
     return result
