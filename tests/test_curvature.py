@@ -256,7 +256,7 @@ def test_a_block_costs_what_it_must():
 
 
 class MatrixProducts(TorchDispatchMode):
-    """Counts the products of matrices, without those by zeros: PyTorch's tangent of `x W` takes both factors' tangents."""
+    """Counts the products of matrices, but not by zeros: for `x W` PyTorch asks both factors for tangents."""
 
     count = 0
 

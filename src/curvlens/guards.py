@@ -16,6 +16,8 @@ from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from curvlens.kernels import inside_models
+
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -116,8 +118,8 @@ def first_nonfinite(model: nn.Module, run: Callable[[], Any]) -> str:
 
 
 @contextmanager
-def twice_differentiable(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, attention has second derivatives and nothing is autocast; the model and all switches are put back.
+def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, gradients are recorded and nothing is autocast; the model, random state and switches are put back.
 
     Contexts are not enough for that: an interrupt may come while one of them is on its way in or out, as in the
     midst of an exchange of weights. So what they change is written down first, and put back last.
@@ -128,7 +130,6 @@ def twice_differentiable(model: nn.Module, device: torch.device) -> Iterator[Non
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.autocast(device.type, enabled=False),
-            sdpa_kernel(SDPBackend.MATH),
         ):
             torch.backends.mha.set_fastpath_enabled(False)
             yield
@@ -143,9 +144,8 @@ def twice_differentiable(model: nn.Module, device: torch.device) -> Iterator[Non
 def _snapshot(model: nn.Module, device: torch.device) -> Callable[[], None]:
     """A function that puts back what a product may move: attributes of modules, random state, switches."""
     held = [vars(module) for module in model.modules()]
-    held += [
-        value for own in held for value in own.values() if isinstance(value, dict)
-    ]  # parameters, hooks, …
+    # parameters, buffers, hooks, …
+    held += [value for own in held for value in own.values() if isinstance(value, dict)]
     contents = [(holder, dict(holder)) for holder in held]
     on_gpu = device.type == "cuda"
     random = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None
@@ -201,15 +201,21 @@ _SWITCHES: tuple[tuple[Callable[[], bool], Callable[[bool], Any]], ...] = (
 
 
 @contextmanager
+def twice_differentiable(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Undisturbed, and attention has second derivatives: torch's plain kernel, and ours where sequences are long."""
+    with undisturbed(model, device), sdpa_kernel(SDPBackend.MATH), inside_models():
+        yield
+
+
+@contextmanager
 def explained() -> Iterator[None]:
     """Say what to do when an operation of the model has no second derivative."""
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:
         text = str(error)
-        if (
-            "KeyboardInterrupt" in text
-        ):  # TorchScript, in which tangents of some operations are written, wraps it
+        # TorchScript, in which tangents of some operations are written, wraps it
+        if "KeyboardInterrupt" in text:
             raise KeyboardInterrupt from error
         if "forward AD" in text or "forward-mode" in text or "setup_context" in text:
             advice = 'use engine="double-backward"'
