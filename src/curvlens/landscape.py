@@ -144,7 +144,11 @@ class Landscape:
                 found.append(self._with(data))
         return found
 
-    def _with(self, batches: list[Any]) -> Landscape:
+    def renewed(self) -> Landscape:
+        """The same landscape of the model as it is now: after parameters were frozen or thawed."""
+        return self._with(self.batches)
+
+    def _with(self, batches: Any) -> Landscape:
         parameters = dict(self.model.named_parameters()) if isinstance(self.model, _Function) else None
         model = self.model.function if isinstance(self.model, _Function) else self.model
         part = Landscape(
