@@ -31,8 +31,19 @@ def here(tmp_path, monkeypatch):
 
 def save_gpt2(folder, **settings):
     """A small GPT-2 with its tokenizer, which has no padding token, saved with safetensors."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    save_tokenizer(folder)
+    size = {"vocab_size": 60, "n_embd": 4, "n_layer": 1, "n_head": 2, "n_positions": 16, **settings}
+    model = GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **size))
+    model.save_pretrained(folder)
+    return model
+
+
+def save_tokenizer(folder):
+    """A tokenizer without a padding token, and a text."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     text = "the quick brown fox jumps over the lazy dog and runs away from it again\n" * 4
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
@@ -42,11 +53,7 @@ def save_gpt2(folder, **settings):
     )
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", mask_token="<mask>")
     fast.save_pretrained(folder)
-    size = {"vocab_size": 60, "n_embd": 4, "n_layer": 1, "n_head": 2, "n_positions": 16, **settings}
-    model = GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **size))
-    model.save_pretrained(folder)
     Path("text.txt").write_text(text)
-    return model
 
 
 @pytest.fixture
@@ -103,6 +110,56 @@ def test_a_hugging_face_folder(folder, capsys):
     assert report.heads is not None
     assert report.complete
     assert "in blocks of 16" in out
+
+
+SMALL = {
+    "vocab_size": 60,
+    "hidden_size": 4,
+    "intermediate_size": 6,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Bert"])
+def test_other_families_saved_with_safetensors(kind, here, capsys):
+    import transformers
+
+    name = {"Llama": "LlamaForCausalLM", "Bert": "BertForMaskedLM"}[kind]
+    more = {"num_key_value_heads": 1} if kind == "Llama" else {}
+    config = getattr(transformers, f"{kind}Config")(**SMALL, max_position_embeddings=16, **more)
+    getattr(transformers, name)(config).save_pretrained("model")
+    assert (here / "model/model.safetensors").exists()
+    save_tokenizer("model")
+    code, out, err = run(capsys, "--model", "model", "--text", "text.txt", "--sequences", 3)
+    assert code == 0, err
+    report = Report.from_json("out/report.json")
+    assert report.meta.family == kind.lower()
+    assert report.complete
+    assert report.heads is not None
+    assert report.norms
+    if kind == "Bert":
+        assert 0 < report.meta.scored_tokens < 3 * 16
+        assert "15 % of the tokens are masked" in " ".join(out.split())
+
+
+def test_a_vit(here, capsys):
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {key: value for key, value in SMALL.items() if key != "vocab_size"}
+    config = ViTConfig(image_size=8, patch_size=4, num_channels=1, num_labels=3, **sizes)
+    ViTForImageClassification(config).save_pretrained("vit")
+    Path("images.py").write_text(
+        "import torch\ndef batches():\n    torch.manual_seed(0)\n"
+        "    return [{'pixel_values': torch.randn(5, 1, 8, 8), 'labels': torch.arange(5) % 3}]\n"
+    )
+    code, _, err = run(capsys, "--model", "vit", "--data", "images.py:batches", "--quiet")
+    assert code == 0, err
+    report = Report.from_json("out/report.json")
+    assert (report.meta.family, report.meta.loss, report.complete) == ("vit", "cross-entropy", True)
+    code, _, err = run(capsys, "--model", "vit", "--text", "images.py")
+    assert code == 2
+    assert "expected a tokenizer in 'vit'" in err
 
 
 def test_half_precision_is_computed_in_float32_and_said(folder, capsys):

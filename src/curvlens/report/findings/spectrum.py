@@ -5,7 +5,7 @@ from __future__ import annotations
 from curvlens.report.data import Finding, Report
 from curvlens.report.figures.words import number
 from curvlens.report.findings import thresholds as t
-from curvlens.report.findings.amounts import Amount, amount, certainty, mean_of_logs, of
+from curvlens.report.findings.amounts import Amount, amount, certainty, mean_of_logs, of, times
 
 
 def ill_conditioned(report: Report) -> Finding | None:
@@ -27,7 +27,7 @@ def ill_conditioned(report: Report) -> Finding | None:
         "ill-conditioned",
         "warning",
         "The loss is ill-conditioned: one direction is far sharper than the mean",
-        f"The sharpest direction curves {number(ratio.value, 2)} times as much as the mean one. The step that is "
+        f"The sharpest direction curves {times(ratio.value)} times as much as the mean one. The step that is "
         "stable there hardly moves the model along the others.",
         evidence,
         certainty(ratio),
