@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -85,8 +86,8 @@ def analyze(
     with expected_input():
         failing = _failing(fail_on)
         page = _page(out)
-        if model is None and not quiet:
-            complain("training the one-block GPT on digit addition …", name=False)
+        if model is None and not quiet and sys.stderr.isatty():
+            print("training the one-block GPT on digit addition …", file=sys.stderr)
         found = subject(
             model,
             data,
@@ -120,8 +121,6 @@ def _analyse(
     resume: Path | None,
     quiet: bool,
 ) -> Report:
-    import sys
-
     from curvlens.report.analyze import analyze
     from curvlens.report.watch import Announcer
 

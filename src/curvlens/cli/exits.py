@@ -29,7 +29,7 @@ def one_line(error: BaseException) -> str:
     return " ".join(text.split()) or type(error).__name__
 
 
-def complain(message: str, name: bool = True) -> None:
+def complain(message: str) -> None:
     line = " ".join(message.split())
     if line:  # a command line without a command shows the help instead
-        print(f"curvlens: {line}" if name else line, file=sys.stderr)
+        print(f"curvlens: {line}", file=sys.stderr)

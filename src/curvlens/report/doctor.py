@@ -145,7 +145,7 @@ def _folder(folder: Path) -> Part:
 
 def of_a_model(land: Landscape) -> list[Part]:
     """What was found in it, which engine and attention will run, and the cost of a product and of each preset."""
-    from curvlens.report.forecast import forecast, time_words
+    from curvlens.report.forecast import forecast, plans_of, time_words
     from curvlens.report.presets import PRESETS
 
     family = families.find(land.model)
@@ -163,17 +163,13 @@ def of_a_model(land: Landscape) -> list[Part]:
         Part("data", "fine", f"{land.weight:,.0f} scored tokens, loss {land.loss.name}"),
         Part("attention", "fine", _implementation(land.model)),
     ]
-    costs = {}
+    plans = plans_of(land)
+    found += [Part(f"product {name}", "fine" if p.fits else "note", str(p)) for name, p in plans.items()]
     for preset in PRESETS:
-        costs[preset] = forecast(land, preset)
-        if preset == "quick":
-            found += [Part(f"product {name}", "fine" if p.fits else "note", str(p))
-                      for name, p in costs[preset].plans.items()]  # fmt: skip
-    for preset, cost in costs.items():
+        cost = forecast(land, preset, plans=plans)
         exact = ", everything exact" if cost.dense else ""
-        found.append(
-            Part(preset, "fine", f"{cost.products:,} products, about {time_words(cost.seconds)}{exact}")
-        )
+        words = f"{cost.products:,} products, about {time_words(cost.seconds)}{exact}"
+        found.append(Part(preset, "fine", words))
     found.append(Part("engines", "fine", f"to choose from: {', '.join(ENGINES)}"))
     return found
 

@@ -77,13 +77,21 @@ class Forecast:
         return "\n".join(rows)
 
 
+def plans_of(land: Landscape) -> dict[str, Plan]:
+    """The plan of a product with each of the three matrices."""
+    return {name: plan(land, quantity) for name, quantity in zip(("H", "H_o", "H_f"), PARTS, strict=True)}
+
+
 def forecast(
-    land: Landscape, preset: str | Preset = "standard", optimizer: torch.optim.Optimizer | None = None
+    land: Landscape,
+    preset: str | Preset = "standard",
+    optimizer: torch.optim.Optimizer | None = None,
+    plans: dict[str, Plan] | None = None,
 ) -> Forecast:
-    """Runs a few small products to measure their time and memory; nothing else."""
+    """Runs a few small products to measure their time and memory, unless `plans` has them; nothing else."""
     chosen = named(preset)
     at = Context(land, chosen, 0, optimizer)
-    plans = {name: plan(land, quantity) for name, quantity in zip(("H", "H_o", "H_f"), PARTS, strict=True)}
+    plans = plans_of(land) if plans is None else plans
     H, pair = plans["H"].seconds, plans["H_o"].seconds + plans["H_f"].seconds
     if at.dense:  # columns of the whole matrices share what one pass costs
         pair = sum(_seconds_a_column(operator(land)) for operator in (gauss_newton, functional))
@@ -117,7 +125,7 @@ def products(at: Context, name: str) -> tuple[int, bool]:
     groups = min(len(at.groups), p.spectra)
     counts = {
         "traces": (2 * size if at.dense else 2 * p.traces, True),
-        "eigenvalues": (1, True) if at.dense else (lanczos, False),
+        "eigenvalues": (0, True) if at.dense else (lanczos + 1, False),
         "norms": (0 if at.dense else 2 * p.norms * len(at.rows), True),
         "depth": (2 * p.depth * sublayers if families.attention_sites(at.land.model) else 0, True),
         "sharpness": (0, True) if at.optimizer is None else (lanczos, False),

@@ -95,7 +95,8 @@ def _explained(model: str, error: Exception) -> Exception:
     if Path(model).is_dir():
         if "model type" in words or "model_type" in words or "Unrecognized" in words:
             return ValueError(
-                f"expected a kind of model that transformers knows in {model!r}, got another: {words[:160]}; update "
+                f"expected a kind of model that transformers knows in {model!r}, got another: "
+                f"{words.split('. ')[0]}; update "
                 "transformers, or give --model module:function"
             )
         return ValueError(f"expected a model that transformers can load in {model!r}, got: {words[:200]}")
@@ -144,6 +145,12 @@ def _batches(
         written = text.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"expected UTF-8 text in {str(text)!r}, got other bytes at {error.start}") from error
+    if len(tokenizer) < 2:  # what the library makes of a folder without one
+        raise ValueError(
+            f"expected a tokenizer in {model!r}, got none; save it there with tokenizer.save_pretrained, or "
+            "give token ids "
+            "with --data module:function"
+        )
     ids = torch.tensor(tokenizer(written, add_special_tokens=False)["input_ids"], dtype=torch.long)
     most = _longest(loaded)
     asked = min(LENGTH, most) if length is None else length
