@@ -40,6 +40,7 @@ class Forecast:
     stages: tuple[Cost, ...]
     plans: dict[str, Plan]
     dense: bool
+    kept_bytes: int  # beside a product: the vectors of eigenvalues and spectra, or whole matrices
     leaves_out: tuple[str, ...]
 
     @property
@@ -52,7 +53,7 @@ class Forecast:
 
     @property
     def peak_bytes(self) -> int:
-        return max(p.peak_bytes for p in self.plans.values())
+        return max(p.peak_bytes for p in self.plans.values()) + self.kept_bytes
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -73,6 +74,10 @@ class Forecast:
             rows.append(f"{s.title:<26}{mark + format(s.products, ','):>10}{time_words(s.seconds):>12}")
         rows.append(f"{'all':<26}{self.products:>10,}{time_words(self.seconds):>12}")
         rows += ["", *(f"{name}: {p}" for name, p in self.plans.items())]
+        what = "the whole matrices" if self.dense else "the vectors of eigenvalues and spectra"
+        rows.append(
+            f"at most {self.peak_bytes / 2**30:.3g} GiB: a product, and {self.kept_bytes / 2**30:.3g} GiB for {what}"
+        )
         rows += ["", "Not in it: " + "; ".join(self.leaves_out) + "."]
         return "\n".join(rows)
 
@@ -104,7 +109,7 @@ def forecast(
     ]
     if not at.dense:
         leaves_out.append("how many products the eigenvalues need: it depends on the spectrum")
-    return Forecast(chosen.name, tuple(found), plans, at.dense, tuple(leaves_out))
+    return Forecast(chosen.name, tuple(found), plans, at.dense, _kept(at), tuple(leaves_out))
 
 
 def _seconds_a_column(operator: Operator) -> float:
@@ -141,6 +146,15 @@ def _cost(at: Context, name: str, title: str, H: float, pair: float) -> Cost:
     each = {"traces": pair / 2, "norms": pair / 2, "noise": H / max(1, at.preset.parts)}.get(name, H)
     gradients = {"point": H / 3, "heads": H / 3, "gains": H / 9}.get(name, 0.0)
     return Cost(name, title, count, count * each + gradients, sure)
+
+
+def _kept(at: Context) -> int:
+    size, item = at.land.blocks.size, at.land.dtype.itemsize
+    if at.dense:
+        return 3 * size * size * item
+    pairs = max(4 * at.preset.eigenpairs, 40)
+    vectors = max(min(pairs, at.room), min(2 * at.preset.steps, at.room), at.preset.eigenpairs + 4)
+    return vectors * size * item
 
 
 def time_words(seconds: float) -> str:
