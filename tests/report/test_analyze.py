@@ -148,7 +148,7 @@ def test_gains_of_norms(kind):
 
 
 def test_little_memory(land, dense, monkeypatch):
-    """Room for nine vectors of all parameters: fewer are kept, and the eigenvalues are the same within their residuals."""
+    """Room for nine vectors: fewer are kept, and the eigenvalues are the same within their residuals."""
     nine = 9 * land.blocks.size * land.dtype.itemsize
     monkeypatch.setattr("curvlens.report.stages.context.total_memory", lambda device: nine / SHARE)
     kept = []
