@@ -57,7 +57,7 @@ def curvlens(
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """The exit code of a command line, `sys.argv` unless given. What went wrong is one line on stderr."""
-    warnings.formatwarning = _one_line
+    warnings.formatwarning = _one_line  # type: ignore[assignment]
     try:
         code = app(arguments, prog_name="curvlens", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
