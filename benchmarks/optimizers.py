@@ -2,6 +2,7 @@
 
     python benchmarks/optimizers.py cost        CPU time of a step of each, interleaved
     python benchmarks/optimizers.py tune        every rate of the grid, at a seed that is not used again
+    python benchmarks/optimizers.py variants    the same for other settings of CurvatureAware
     python benchmarks/optimizers.py run         five seeds at each optimizer's best rate
     python benchmarks/optimizers.py show        table and picture
 
@@ -296,6 +297,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("cost", "tune", "variants", "run", "show"))
+    parser.add_argument("--tasks", nargs="+", default=TASKS)
     parser.add_argument("--keep", type=Path, default=Path("out/optimizers.jsonl"))
     parser.add_argument("--picture", type=Path, default=Path("benchmarks/optimizers.png"))
     settings = parser.parse_args()
@@ -312,7 +314,7 @@ def main() -> None:
         show(kept, costs, settings.picture)
         return
     contenders = CONTENDERS | (VARIANTS if settings.what == "variants" else {})
-    for task in TASKS:
+    for task in settings.tasks:
         for name, (middle, make) in contenders.items():
             steps = round(STEPS / costs[name.split(" power")[0]])
             grid = rates(middle)
