@@ -155,7 +155,8 @@ def scaling(
     if len(set(wanted)) < len(wanted):
         raise ValueError("expected distinct sizes, data sizes and seeds, got one twice")
     kept = _read(path, list(functions))
-    points, began = [], time.monotonic()
+    points: list[Point] = []
+    began = time.monotonic()
     with Progress("scaling", len(wanted)) as progress:
         for number, (size, amount, seed) in enumerate(wanted):
             if points and max_minutes is not None and time.monotonic() - began > 60 * max_minutes:
