@@ -158,7 +158,7 @@ class CurvatureAware(Optimizer):
         """
         land, generator = self.land, torch.Generator().manual_seed(self.seed + self.measurements)
         total = torch.zeros(blocks.size, dtype=torch.float64)
-        with guards.twice_differentiable(land.device):
+        with guards.twice_differentiable(land.model, land.device):
             leaves = {name: p.requires_grad_() for name, p in land.parameters().items()}
             wanted = [leaves[name] for name in blocks.parameters]
             for piece in land.pieces():
