@@ -58,7 +58,7 @@ class CurvatureAware(Optimizer):
         optimizer: Optimizer,
         land: Landscape,
         *,
-        share: float = 0.08,
+        share: float = 0.05,
         every: int | None = None,
         power: float = 0.5,
         limit: float = 4.0,
