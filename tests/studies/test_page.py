@@ -21,6 +21,9 @@ def test_keep_and_render(tmp_path):
     # the link of the table is the heading's anchor
     (anchor,) = re.findall(r"\| \[A-8\]\(#([^)]*)\)", text)
     assert anchor == "a-8-linear-mlps-grow-alike-at-every-depth"
+    # what was not measured is said
+    (left,) = re.findall(r"Not on this page yet.*: (.*)\.\n", text)
+    assert left.split(", ") == [name for name in studies.names() if name != "A-8"]
     (image,) = re.findall(r"!\[.*\]\((.*)\)", text)
     assert (docs / image).stat().st_size > 2000
     for finding in made.findings:

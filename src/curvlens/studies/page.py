@@ -49,6 +49,9 @@ def render(docs: Path = DOCS) -> Path:
         f"| [{made.study.name}](#{_anchor(made)}) | {_cell(made.study.claim)} | **{made.verdict}** |"
         for made in results
     ]
+    left = [name for name in names() if name not in {made.study.name for made in results}]
+    if left:
+        lines += ["", f"Not on this page yet, though `curvlens reproduce` runs them: {', '.join(left)}."]
     for made in results:
         name = made.study.name
         save(made.figure(), docs / KEPT / f"{name}.png")
