@@ -48,7 +48,9 @@ class Chain:
         if self.products >= longest(size):
             return True
         chain = self.coefficients
-        return bool(chain) and all(risk(chain, point, upper, size) <= MISS for point, upper in ends)
+        if not chain:
+            return False
+        return all(risk(chain, point, upper, size) <= MISS for point, upper in ends)
 
 
 def risk(chain: list[tuple[float, float]], point: float, upper: bool, size: int) -> float:

@@ -80,7 +80,7 @@ def eigsh(
     true to a tenth of the tolerance, they are computed again from k products. Up to `4 basis` vector operations a
     product.
     """
-    _check(H, k, which)
+    _check(H, k, which, tol)
     n = H.domain.size
     capacity = min(n, max(4 * k, 40) if basis is None else basis)
     if capacity < min(n, k + 2 * block):
@@ -100,11 +100,13 @@ def eigsh(
         return search.result()
 
 
-def _check(H: Operator, k: int, which: str) -> None:
+def _check(H: Operator, k: int, which: str, tol: float) -> None:
     if not H.symmetric:
         raise ValueError(f"expected a symmetric operator for eigenpairs, got {H}; take H + H.T or H.T @ H")
     if which not in WHICH:
         raise ValueError(f"expected which to be one of {', '.join(WHICH)}, got {which!r}")
+    if not tol > 0:
+        raise ValueError(f"expected a positive tolerance, got {tol}")
     if not 1 <= k <= H.domain.size:
         raise ValueError(f"expected k from 1 to {H.domain.size}, got {k}")
 
