@@ -77,7 +77,7 @@ def test_a_budget_gives_what_it_allows():
     assert nothing.value.isnan().all()
     one = block_norms(H, max_products=2)  # two of three columns, and by symmetry all but one entry
     assert one.value.isnan().sum() == 1
-    assert one.stderr.isinf().all()
+    assert one.stderr.isfinite().sum() == 2  # the pair that two products have measured
     some = block_norms(H, max_products=13)
     assert (some.samples, some.products, some.converged) == (4, 13, False)
     assert some.stderr.isfinite().all()
