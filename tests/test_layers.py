@@ -29,6 +29,7 @@ ORDER = [
     "scaling",
     "studies",
     "report",
+    "training",
     "cli",
 ]
 
