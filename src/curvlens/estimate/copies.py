@@ -37,10 +37,10 @@ class Chain:
         if self.coefficients is not None:
             self.coefficients.append((alpha, beta))
 
-    def brought(self, found: list[float], tol: float) -> bool:
-        """Whether the wanted values are other ones than before."""
+    def brought(self, found: list[float], tol: float, floor: float) -> bool:
+        """Whether the wanted values are other ones than before; below the floor they are rounding."""
         pairs = zip(sorted(self.known), sorted(found), strict=True)
-        self.surfaced |= any(abs(a - b) > tol * abs(b) for a, b in pairs)
+        self.surfaced |= any(abs(a - b) > tol * max(abs(b), floor) for a, b in pairs)
         return self.surfaced
 
     def suffices(self, ends: list[tuple[float, bool]], size: int) -> bool:

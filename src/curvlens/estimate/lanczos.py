@@ -286,8 +286,11 @@ class Search:
 
     def threshold(self, values: Tensor, i: int) -> float:
         """`tol |λ|`; for a value at rounding of the largest, that of the rounding."""
-        floor = self.space.epsilon ** (2 / 3) * values.abs().max().item()
-        return self.tol * max(abs(values[i].item()), floor)
+        return self.tol * max(abs(values[i].item()), self._floor(values))
+
+    def _floor(self, values: Tensor) -> float:
+        """Below it a value is rounding of the largest."""
+        return self.space.epsilon ** (2 / 3) * values.abs().max().item()
 
     def _keep(self) -> int:
         """Ritz vectors that survive a restart: the wanted, and half of the others."""
@@ -298,7 +301,7 @@ class Search:
         chain = self.chain
         if not self.copies or (
             chain is not None
-            and not chain.brought(found, self.tol)
+            and not chain.brought(found, self.tol, self._floor(self.ritz[0]))
             and chain.suffices(self._ends(found), self.size)
         ):
             return True
