@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from curvlens.studies.embedding_scale import logarithmic
-from curvlens.studies.growth_without_norm import Growth, figure, measure, norms_beside, numbers, units
+from curvlens.studies.growth_without_norm import (
+    EVERY_OTHER,
+    Growth,
+    figure,
+    measure,
+    norms_beside,
+    numbers,
+    units,
+)
 from curvlens.studies.study import Finding, Study, between, near
 
 REFERENCE = {"total value": (17.5, 2.67, 5.91e-3), "total query": (3.81, 1.59, 6.61e-2)}
@@ -40,7 +48,7 @@ STUDY = Study(
     "less than without LayerNorm.",
     presets={
         "smoke": Growth(width=8, sequences=4, repeats=2, scales=logarithmic(-2, 1, 7), norm="pre"),
-        "cpu": Growth(repeats=3, norm="pre"),
+        "cpu": Growth(repeats=3, norm="pre", scales=EVERY_OTHER),
         "paper": Growth(norm="pre"),
     },
     units=units,

@@ -40,11 +40,24 @@ def titled(axis: Any, title: str, x: str = "", y: str = "") -> None:
     axis.set_ylabel(y, fontsize=8)
 
 
-def curve(axis: Any, x: Sequence[float], runs: Sequence[Sequence[float]], label: str, colour: str) -> None:
-    """The mean of repeats `runs [repeats, points]` and a band of one standard error."""
+def curve(
+    axis: Any,
+    x: Sequence[float],
+    runs: Sequence[Sequence[float]],
+    label: str,
+    colour: str,
+    wide: bool = False,
+) -> None:
+    """The mean of repeats `runs [repeats, points]` and a band of one standard error.
+
+    `wide` draws a pale broad line, to lie below another one: H where one of its parts rules.
+    """
     count = len(runs)
     means = [sum(values) / count for values in zip(*runs, strict=True)]
-    axis.plot(x, means, ".-", color=colour, label=label, lw=1.1, ms=3.5)
+    look: dict[str, Any] = {"lw": 4.0, "alpha": 0.3} if wide else {"lw": 1.1, "marker": ".", "ms": 3.5}
+    axis.plot(x, means, color=colour, label=label, **look)
+    if wide:
+        return
     if count > 1:
         errors = [
             (sum((v - m) ** 2 for v in values) / (count - 1) / count) ** 0.5
