@@ -28,9 +28,10 @@ def test_keep_and_render(tmp_path):
     assert (docs / image).stat().st_size > 2000
     for finding in made.findings:
         assert finding.what in text
-    # six digits are kept: the findings are the same to that
+    # so many digits are kept that the findings are the same, those on exact laws too
     for a, b in zip(studies.read(kept).findings, made.findings, strict=True):
-        assert abs(a.ours - b.ours) <= 2e-5 * max(1, abs(b.ours))
+        assert abs(a.ours - b.ours) <= 1e-10 * max(1, abs(b.ours))
+        assert a.outcome == b.outcome
 
 
 def test_the_page_is_that_of_its_measurements():
