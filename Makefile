@@ -14,7 +14,7 @@ help:           ## list the targets
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt "$$(grep -o '^torch==[0-9.]*' constraints.txt)"
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[hf,report,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[hf,report,studies,dev]'
 	$(BIN)/python -m pip install -q -c constraints.txt --no-deps curvlinops-for-pytorch einops einconv linear_operator tqdm
 	@touch $@
 

@@ -217,3 +217,36 @@ def test_half_precision_weights_are_computed_in_float32_and_it_is_said():
     assert error < 1e-5 * (cl.hessian(land) @ v).norm()  # float32 arithmetic on the same weights
     assert all(p.dtype == torch.bfloat16 for p in half.parameters())
     assert cl.Landscape(half, batch, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("engine", ["double-backward", "forward-over-reverse", "layered"])
+def test_at_other_weights(engine):
+    """Value, gradient, products and parts are those of a model that holds the weights, which this one does not."""
+    model, batch = MODELS["gpt2"]()
+    other, _ = MODELS["gpt2"]()
+    with torch.no_grad():
+        for p in other.parameters():
+            p += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)).to(p)
+    land, there = cl.Landscape(model, batch), cl.Landscape(other, batch)
+    kept = [p.detach().clone() for p in model.parameters()]
+    for weights in (there.parameters(), there.blocks.from_parameters(there.parameters())):
+        moved = land.at(weights)
+        assert moved.value() == there.value()
+        assert torch.equal(moved.gradient(), there.gradient())
+        v = there.gradient()
+        assert same(cl.hessian(moved, engine) @ v, cl.hessian(there, engine) @ v)
+        assert moved.parts(2)[0].value() == there.parts(2)[0].value()
+    assert all(torch.equal(p, q) for p, q in zip(kept, model.parameters(), strict=True))
+    assert land.value() != moved.value()
+
+
+def test_at_wrong_weights():
+    model, batch = MODELS["gpt2"]()
+    land = cl.Landscape(model, batch)
+    with pytest.raises(KeyError, match="expected names of trainable parameters"):
+        land.at({"nobody": torch.ones(1)})
+    with pytest.raises(ValueError, match=r"expected weights \[\d+\], got \[3\]"):
+        land.at(torch.ones(3))
+    name = next(iter(land.parameters()))
+    with pytest.raises(ValueError, match="expected shape"):
+        land.at({name: torch.ones(1)})

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from curvlens.report.analyze import analyze
     from curvlens.scaling.convergence import landscape_convergence
     from curvlens.scaling.sizes import scaling
+    from curvlens.training.predict import predict_loss
 
 __version__ = "0.1.0"
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "landscape_convergence",
     "losses",
     "negative_fraction",
+    "predict_loss",
     "scaling",
     "sharpness",
     "studies",
@@ -73,6 +75,7 @@ _HOMES = {
     "from_curvlinops": "interop",
     "analyze": "report.analyze",
     "landscape_convergence": "scaling",
+    "predict_loss": "training.predict",
     "verify": "exact.verification",
     **dict.fromkeys(("fisher", "functional", "gauss_newton", "hessian"), "curvature"),
     **dict.fromkeys(

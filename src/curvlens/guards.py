@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from curvlens.kernels import inside_models
+
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -113,8 +115,8 @@ def first_nonfinite(model: nn.Module, run: Callable[[], Any]) -> str:
 
 
 @contextmanager
-def twice_differentiable(device: torch.device) -> Iterator[None]:
-    """Inside, attention has second derivatives and nothing is autocast; random state and switches are restored."""
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Inside, gradients are recorded and nothing is autocast; random state and switches are restored."""
     devices = [device] if device.type == "cuda" else []
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with (
@@ -122,13 +124,19 @@ def twice_differentiable(device: torch.device) -> Iterator[None]:
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast(device.type, enabled=False),
-        sdpa_kernel(SDPBackend.MATH),
     ):
         torch.backends.mha.set_fastpath_enabled(False)
         try:
             yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+@contextmanager
+def twice_differentiable(device: torch.device) -> Iterator[None]:
+    """Undisturbed, and attention has second derivatives: torch's plain kernel, and ours where sequences are long."""
+    with undisturbed(device), sdpa_kernel(SDPBackend.MATH), inside_models():
+        yield
 
 
 @contextmanager

@@ -9,6 +9,7 @@ split otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -60,6 +61,7 @@ class Landscape:
             raise ValueError("expected at least one batch, got none; is the iterable empty or used up?")
         self.loss = guess_loss(self.model, first) if loss == "auto" else named(loss)
         self._reader = Reader(model, self.loss)
+        self._weights: Parameters | None = None  # where it stands; None: at the model's own
         self._fingerprints: list[tuple[Any, ...]] | None = None
         self._scored = self._survey()
         if not isinstance(self.loss, PerToken):
@@ -138,9 +140,11 @@ class Landscape:
     def _with(self, batches: list[Any]) -> Landscape:
         parameters = dict(self.model.named_parameters()) if isinstance(self.model, _Function) else None
         model = self.model.function if isinstance(self.model, _Function) else self.model
-        return Landscape(
+        part = Landscape(
             model, batches, self.loss, parameters=parameters, dtype=self.dtype, micro_batch=self.micro_batch
         )
+        part._weights = self._weights
+        return part
 
     @cached_property
     def weight(self) -> float:
@@ -157,8 +161,43 @@ class Landscape:
 
     # -- the function
 
+    def at(self, weights: Tensor | Mapping[str, Tensor]) -> Landscape:
+        """The same landscape at other weights, a flat vector over the blocks or `{parameter: tensor}`.
+
+        Its value, gradient and curvature are those at `weights`; the model is not touched, and need not hold them.
+        Parameters left out stand where they are now.
+        """
+        self.probe()
+        _ = self.weight  # known before, so that the copy need not count again
+        moved = copy(self)
+        moved._weights = {**self.parameters(), **self._weights_of(weights)}
+        return moved
+
+    def _weights_of(self, weights: Tensor | Mapping[str, Tensor]) -> Parameters:
+        shapes = {name: tuple(p.shape) for name, p in self.parameters().items()}
+        if isinstance(weights, Tensor):
+            if tuple(weights.shape) != (self.blocks.size,):
+                raise ValueError(f"expected weights [{self.blocks.size}], got {list(weights.shape)}")
+            given: Mapping[str, Tensor] = self.blocks.to_parameters(weights.detach())
+        else:
+            given = weights
+        for name, tensor in given.items():
+            if name not in shapes:
+                raise KeyError(
+                    f"expected names of trainable parameters, such as {next(iter(shapes))!r}, got {name!r}"
+                )
+            if tuple(tensor.shape) != shapes[name]:
+                raise ValueError(
+                    f"parameter {name!r}: expected shape {list(shapes[name])}, got {list(tensor.shape)}"
+                )
+        return {
+            name: tensor.detach().to(self.device, self.dtype, copy=True) for name, tensor in given.items()
+        }
+
     def parameters(self) -> Parameters:
-        """The model's present trainable parameters by name, detached, in the landscape's precision."""
+        """The trainable parameters by name, detached, in the landscape's precision: the model's present ones."""
+        if self._weights is not None:
+            return {name: p.detach() for name, p in self._weights.items()}
         return {
             name: p.detach().to(self.dtype) for name, p in self.model.named_parameters() if p.requires_grad
         }

@@ -29,7 +29,7 @@ def blocks_of(land, report, names):
 
 def test_exact_numbers(land, dense, exact_report):
     r = exact_report
-    assert [s.status for s in r.stages if s.name not in ("depth", "bounds")] == ["exact"] * 9
+    assert [s.status for s in r.stages if s.name not in ("depth", "bounds", "gains")] == ["exact"] * 9
     assert r.complete
     assert r.converged
     for part, matrix in dense.items():
@@ -118,6 +118,31 @@ def test_the_optimizer(land):
     assert raw.largest_rate == pytest.approx(2 / raw.value.value)
     assert seen.threshold == pytest.approx(38 / 1e-2)
     assert seen.largest_rate == pytest.approx(1e-2 * seen.threshold / seen.value.value)
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms", "one more"])
+def test_gains_of_norms(kind):
+    """The root mean square over tokens and features of γ r; without ε the Jacobian's norm is √(d − 1) r for γ = 1."""
+
+    class OneMore(torch.nn.RMSNorm):
+        def forward(self, x):
+            return super().forward(x) + x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+
+    made = {"layer": torch.nn.LayerNorm, "rms": torch.nn.RMSNorm, "one more": OneMore}[kind](5, eps=1e-3)
+    made.weight.data = torch.tensor([1.0, 2.0, 0.5, -1.0, 3.0])
+    model = torch.nn.Sequential()
+    model.add_module("norm", made)
+    x = 0.1 * torch.randn(7, 5)
+    land = Landscape(model, (x, torch.randn(7, 5)), "mse", dtype=torch.float64)
+    leave = tuple(p.name for p in stages.STAGES if p.name not in ("point", "gains"))
+    (found,) = analyze(land, tiny(), skip=leave).norms
+    x = x.double()
+    variance = (x - x.mean(1, keepdim=True) if kind == "layer" else x).square().mean(1)
+    gamma = made.weight.double() + (kind == "one more")
+    expected = (gamma.square() / (variance + 1e-3)[:, None]).mean().sqrt().item()
+    assert (found.name, found.gain) == ("norm", pytest.approx(expected, rel=1e-6))
+    assert found.deviation == pytest.approx(variance.mean().sqrt().item(), rel=1e-6)
+    assert found.epsilon == pytest.approx((1e-3 / (variance + 1e-3)).mean().item(), rel=1e-6)
 
 
 # -- what goes wrong

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from curvlens import guards
+from curvlens.batches import Batch
 from curvlens.blocks import Blocks
 from curvlens.engine import double_backward, forward_over_reverse, layered
 from curvlens.engine.chunks import chunk_size
@@ -57,24 +58,46 @@ def product(
     """`[K, columns] -> [K, rows]`: the given rows of the quantity times vectors over the given columns."""
     if not len(stack):
         return stack.new_zeros(0, rows.size)
-    in_parts = engine == "layered"
-    if not in_parts:  # which probes a sample: the logits of a whole batch may not fit
+    if engine != "layered":  # which probes a sample: the logits of a whole batch may not fit
         land.probe()
     quantity = quantity.started()
     result = None
     with guards.twice_differentiable(land.device), guards.explained():
         stack = stack.clone() if stack.is_inference() else stack
-        directions = columns.to_parameters(stack)
-        for index, piece in enumerate(land.pieces()):
-            if not in_parts:
-                require_second_derivatives(land, piece)
-            chunk = chunk_size(land, piece, len(stack), kept=engine == "double-backward")
-            images = ENGINES[engine](land, quantity, piece, list(rows.parameters), directions, chunk)
-            for start, image in images:
-                if result is None:  # not before the first pass has freed what it needed
-                    result = (stack.new_zeros if in_parts else stack.new_empty)(len(stack), rows.size)
-                rows.gather(image, result[start : start + chunk], add=in_parts or index > 0)
-                del image
+        for piece in land.pieces():
+            result = run_piece(engine, land, quantity, piece, rows, columns, stack, result)
     assert result is not None  # a landscape has data
     land.require_finite(result, "product")
     return result
+
+
+def run_piece(
+    engine: str,
+    land: Landscape,
+    quantity: Quantity,
+    piece: Batch,
+    rows: Blocks,
+    columns: Blocks,
+    stack: Tensor,
+    result: Tensor | None = None,
+) -> Tensor:
+    """What one piece of the data adds to the products, or adds to a given result."""
+    in_parts = engine == "layered"
+    if not in_parts:
+        require_second_derivatives(land, piece)
+    add = in_parts or result is not None
+    chunk = vectors_a_pass(land, piece, len(stack), engine)
+    images = ENGINES[engine](
+        land, quantity, piece, list(rows.parameters), columns.to_parameters(stack), chunk
+    )
+    for start, image in images:
+        if result is None:  # not before the first pass has freed what it needed
+            result = (stack.new_zeros if in_parts else stack.new_empty)(len(stack), rows.size)
+        rows.gather(image, result[start : start + chunk], add=add)
+        del image
+    assert result is not None  # a stack has vectors
+    return result
+
+
+def vectors_a_pass(land: Landscape, piece: Batch, vectors: int, engine: str) -> int:
+    return chunk_size(land, piece, vectors, kept=engine == "double-backward")

@@ -88,7 +88,8 @@ def _flat(tensors, like: list[Tensor]) -> Tensor:  # type: ignore[no-untyped-def
 
 
 def _is_own(node: Node) -> bool:
-    return isinstance(node, BackwardCFunction)
+    """Of the model; attention of `curvlens.kernels`, which long sequences are given, is tested to be right."""
+    return isinstance(node, BackwardCFunction) and not node._forward_cls.__module__.startswith("curvlens.")
 
 
 def _graph(value: Tensor) -> Iterator[Node]:

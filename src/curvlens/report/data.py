@@ -171,6 +171,20 @@ class Depth:
 
 
 @dataclass(frozen=True)
+class NormGain:
+    """One norm: the deviation of what enters it, and `gain`, by how much it scales a change of that.
+
+    `deviation` is √(mean over tokens of var), `gain` is √(mean of γ² / (var + ε)) over tokens and features, and
+    `epsilon` the mean share of ε in var + ε. For RMSNorm `var` is the mean square.
+    """
+
+    name: str
+    deviation: float
+    gain: float
+    epsilon: float
+
+
+@dataclass(frozen=True)
 class Eigenpair:
     """An eigenvalue of H with its residual; `mass[B]`, the share of the eigenvector's square in each group."""
 
@@ -271,6 +285,7 @@ class Report:
     bounds: list[BoundRow] = field(default_factory=list)
     sharpness: list[Sharpness] = field(default_factory=list)
     noise: list[Noise] = field(default_factory=list)
+    norms: list[NormGain] = field(default_factory=list)
 
     # -- writing and reading
 

@@ -63,7 +63,7 @@ def _section(made: Reproduction) -> list[str]:
         "",
         f"*{study.source}.* {study.claim}",
         "",
-        f"**{made.verdict.capitalize()}** (preset `{made.preset}`, {_time(made.seconds)}; {made.machine}).",
+        f"**{made.verdict.capitalize()}** (preset `{made.preset}`, {_time(made.seconds)} of a core; {made.machine}).",
         "",
         f"![{study.title}]({KEPT}/{study.name}.png)",
         "",

@@ -22,11 +22,17 @@ MODULES = {
     "A-moments": "moments",
     "A-norm": "norm_placement",
     "A-table1": "data_dependence",
+    "B-validate": "closed_form_accuracy",
+    "B-bounds": "tightness_of_bounds",
+    "B-converge": "landscape_convergence",
+    "B-criteria": "criteria",
+    "Z-hetero": "spectra_of_blocks",
+    "Z-adam": "sgd_and_adam",
 }
 
 
 def names() -> tuple[str, ...]:
-    """All studies, paper A first."""
+    """All studies, paper A first, then paper B, then what belongs to others."""
     return tuple(MODULES)
 
 

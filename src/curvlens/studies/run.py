@@ -37,7 +37,7 @@ class Reproduction:
     config: Config
     code: str
     measured: Mapping[str, Any]
-    seconds: float  # of measuring, without what was found on disk ready
+    seconds: float  # of a core's time, in all units: the same on a machine that others use, too
     machine: str
     folder: Path | None = None
 
@@ -81,7 +81,7 @@ class Reproduction:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.study.name}  {self.study.title}: {self.verdict} ({self.preset}, {self.seconds:.0f} s)"
+            f"{self.study.name}  {self.study.title}: {self.verdict} ({self.preset}, {self.seconds:.0f} s of a core)"
         ]
         lines += [f"  claim: {self.study.claim}"]
         findings = self.findings
@@ -210,9 +210,9 @@ def _require_device(device: str) -> None:
 
 
 def _measure(study: Study, config: Config, unit: str, path: Path) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     measured = study.measure(config, unit)
-    write(path, json.dumps(_plain({"seconds": time.perf_counter() - began, "measured": measured})))
+    write(path, json.dumps(_plain({"seconds": time.process_time() - began, "measured": measured})))
 
 
 def read(path: str | Path) -> Reproduction:

@@ -19,7 +19,7 @@ CHAPTERS = (
         (("blocks", "block_map"), ("blocks", "by_role"), ("spectra", "eigenvectors")),
     ),
     ("attention", "Attention heads", (("heads", "head_map"),)),
-    ("by-depth", "Through the depth", (("depth", "depth_profile"),)),
+    ("by-depth", "Through the depth", (("depth", "depth_profile"), ("depth", "norm_gains"))),
     (
         "eigenvalues",
         "Eigenvalues",

@@ -46,6 +46,44 @@ def depth_profile(report: Report) -> Figure | str:
     )
 
 
+def norm_gains(report: Report) -> Figure | str:
+    if not report.norms:
+        return sentence(report, "The gains of the norms", "gains")
+    names = [norm.name for norm in report.norms]
+    series = [Series("gain γ / σ", "total", [norm.gain for norm in report.norms])]
+    worst = max(report.norms, key=lambda norm: norm.gain)
+    return Figure(
+        "gains",
+        "What the norms do to curvature",
+        f"{worst.name} scales changes most, by {number(worst.gain)}, and so curvature by "
+        f"{number(worst.gain**2)}; what enters "
+        f"it has a deviation of {number(worst.deviation)}.",
+        "Root mean square over tokens and features of γ / √(var + ε), the size of a norm's Jacobian: curvature "
+        "above the "
+        "norm reaches its input times the square of it. Exact.",
+        (
+            Panel(
+                lambda width: dots(
+                    "gains",
+                    "Gain of each norm",
+                    "One row a norm in the order of the forward pass.",
+                    names,
+                    series,
+                    log_range(series),
+                    unit="γ / σ",
+                    connect=True,
+                    width=width,
+                    lines=[(1.0, "1")],
+                )
+            ),
+        ),
+        Table(
+            ("norm", "deviation of its input", "gain", "share of ε"),
+            tuple((norm.name, norm.deviation, norm.gain, norm.epsilon) for norm in report.norms),
+        ),
+    )
+
+
 def _panel(k: int, key: str, steps: list[Depth]) -> Panel:
     series = [
         Series(

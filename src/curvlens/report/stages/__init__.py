@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from curvlens.report.stages import bounds, depth, eigenvalues, heads, noise, parts, point, sharpness, spectrum
+from curvlens.report.stages import (
+    bounds,
+    depth,
+    eigenvalues,
+    heads,
+    noise,
+    norms,
+    parts,
+    point,
+    sharpness,
+    spectrum,
+)
 from curvlens.report.stages.context import Context, Interrupted, Measure, Outcome, Skip
 
 
@@ -21,6 +32,7 @@ STAGES = (
     Plan("eigenvalues", "eigenvalues", eigenvalues.measure),
     Plan("norms", "map of all pairs", parts.norms),
     Plan("depth", "curvature by depth", depth.measure),
+    Plan("gains", "gains of the norms", norms.measure),
     Plan("sharpness", "sharpness", sharpness.measure),
     Plan("noise", "noise of the data", noise.measure),
     Plan("spectrum", "spectral density", spectrum.whole),

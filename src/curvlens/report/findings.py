@@ -1,5 +1,0 @@
-from curvlens.report.data import Finding, Report
-
-
-def findings(report: Report) -> list[Finding]:
-    return []
