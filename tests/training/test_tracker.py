@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from training import runs
 
 import curvlens as cl
 from curvlens.blocks import Blocks
@@ -21,6 +20,7 @@ from curvlens.report.groups import groups
 from curvlens.training.pace import Pace
 from curvlens.training.record import Track
 from curvlens.training.tracker import Tracker
+from training import runs
 
 HELD = list(itertools.islice(runs.data(size=2, seed=9), 1))
 
@@ -126,9 +126,11 @@ def test_numbers_against_dense_matrices_along_a_run():
         turned = top["error"] / (values[-1] - values[-2]).item()
         cosine = (vectors[:, -1] @ g / g.norm()).abs().item()
         assert abs(found["alignment"]["top"] ** 0.5 - cosine) <= turned
-        assert found["alignment"]["gradient_curvature"] == pytest.approx((g @ H @ g / (g @ g)).item(), rel=1e-9)
+        assert found["alignment"]["gradient_curvature"] == pytest.approx(
+            (g @ H @ g / (g @ g)).item(), rel=1e-9
+        )
         P = []
-        for name, p in net.named_parameters():
+        for p in net.parameters():
             state = optimizer.state[p]
             t = state["step"].item()
             v = state["exp_avg_sq"] / (1 - 0.999**t)

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from statistics import median
 
-WINDOW, LEAST = 40, 12  # losses that a new one is held against; fewer say nothing
+WINDOW, LEAST = 24, 12  # losses that a new one is held against; fewer say nothing
 SPREADS, RISE = 8.0, 0.15  # how far above their median a spike is: in their own spread, and of the median
 
 
@@ -20,8 +20,8 @@ class LossWatch:
     def see(self, loss: float) -> str:
         """A word for what happened, or nothing.
 
-        A spike lies above the median m of the last 40 losses by 8 times their spread (1.4826 times the median
-        deviation from m, the standard deviation of a normal) and by 15 % of |m|. A loss that stays there for 40 steps
+        A spike lies above the median m of the last 24 losses by 8 times their spread (1.4826 times the median
+        deviation from m, the standard deviation of a normal) and by 15 % of |m|. A loss that stays there for 24 steps
         is where the run is now, and measured anew.
         """
         if not math.isfinite(loss):
@@ -57,10 +57,9 @@ class RateWatch:
         if self.last is not None and not self.done:
             if rate > self.last * (1 + 1e-9):
                 self.rising = True
-            elif self.rising:
-                self.done = True
-                self.last = rate
-                return True
+            else:
+                self.done = True  # a rate that does not rise at once has no warm-up
+                return self.rising
         self.last = rate
         return False
 
