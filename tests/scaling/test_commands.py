@@ -10,7 +10,10 @@ def test_converge(capsys, tmp_path):
     assert run(["converge", *small, "--json"]) == 0
     out = capsys.readouterr().out
     assert json.loads(out)["samples"] == 4
-    assert run(["converge", *small, "--task", "text", "--out", str(tmp_path / "c.json")]) == 0
+    assert (
+        run(["converge", *small, "--dtype", "float64", "--task", "text", "--out", str(tmp_path / "c.json")])
+        == 0
+    )
     assert "samples (" in capsys.readouterr().out
     assert json.loads((tmp_path / "c.json").read_text())["loss"] == "next-token"
 
@@ -31,6 +34,7 @@ def test_scale_and_resume(capsys, tmp_path):
     ("arguments", "said"),
     [
         (["scale", "--axis", "heads"], "expected the axis 'width' or 'depth', got 'heads'"),
+        (["scale", "--dtype", "half"], "expected the dtype float32 or float64, got 'half'"),
         (["scale", "--sizes", "many"], "expected whole numbers with commas between, got 'many'"),
         (["scale", "--measures", "weight", "--steps", "0"], "expected measures of loss"),
         (

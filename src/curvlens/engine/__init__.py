@@ -62,12 +62,12 @@ def product(
         land.probe()
     quantity = quantity.started()
     result = None
-    with guards.twice_differentiable(land.device), guards.explained():
+    with guards.twice_differentiable(land.model, land.device), guards.explained():
         stack = stack.clone() if stack.is_inference() else stack
         for piece in land.pieces():
             result = run_piece(engine, land, quantity, piece, rows, columns, stack, result)
     assert result is not None  # a landscape has data
-    land.require_finite(result, "product")
+    land.require_finite(result, "product", given=stack)
     return result
 
 
