@@ -97,13 +97,20 @@ def rate_times(factor):
     return change
 
 
-def large_embeddings(lr=1e-7, factor=6.0):
-    """Without a norm the blocks of attention grow with powers of the input, from 2 to 6 (equation 5)."""
-    net = runs.model("text", norm="none", depth=1)
-    with torch.no_grad():
-        for p in (net.token.weight, net.position.weight):
-            p.mul_(factor)
-    return net
+class Multiplied(torch.nn.Module):
+    """A net whose token embedding is multiplied on its way in, and smaller by as much: the same function."""
+
+    def __init__(self, net, factor):
+        super().__init__()
+        self.net, self.factor = net, factor
+        with torch.no_grad():
+            net.token.weight.div_(factor)
+
+    def forward(self, ids):
+        x = self.factor * self.net.token(ids) + self.net.position.weight[: ids.shape[1]]
+        for block in self.net.blocks:
+            x = block(x)
+        return self.net.head(self.net.norm(x))
 
 
 PLANTED = {
@@ -133,13 +140,16 @@ PLANTED = {
             schedule=runs.warm_up(opt, 3, 60),
         ),
     ),
-    "blocks: large inputs without a norm": (
+    "blocks: an input multiplier": (
         "blocks-differ-by-orders",
-        lambda: runs.train(net := large_embeddings(), sgd(net, 1e-6), 30, task="text", every=10),
+        lambda: runs.train(net := Multiplied(runs.model("text"), 100.0), sgd(net, 1e-6), 30, task="text", every=10),
     ),
-    "blocks: larger inputs": (
+    "blocks: a larger one, with momentum": (
         "blocks-differ-by-orders",
-        lambda: runs.train(net := large_embeddings(factor=8.0), sgd(net, 1e-7), 30, task="text", every=10),
+        lambda: runs.train(
+            net := Multiplied(runs.model("text", norm="pre", seed=1), 300.0), sgd(net, 1e-7, momentum=0.9), 30,
+            task="text", every=10,
+        ),
     ),
     "spike: values a hundred times as large": (
         "spike",
@@ -152,20 +162,20 @@ PLANTED = {
         "spike",
         lambda: runs.train(
             net := runs.model("text"), runs.adamw(net), 60, task="text", every=10,
-            plant=from_step(45, weights_times("blocks.1.mlp.W_2", 100.0)),
+            plant=from_step(45, weights_times("blocks.0.mlp.W_1", 300.0)),
         ),
     ),
     "spike: the rate of one block": (
         "spike",
         lambda: runs.train(
             net := runs.model("text"), own_rate(net, "blocks.1.mlp.W_2", 0.1), 60, task="text", every=10,
-            plant=from_step(45, rate_times(100.0)),
+            plant=from_step(45, rate_times(1000.0)),
         ),
     ),
 }  # fmt: skip
 CAUSES = {
     "spike: values a hundred times as large": "layer.0.attn.value",
-    "spike: a feed-forward layer": "layer.1.mlp.down",
+    "spike: a feed-forward layer": "layer.0.mlp.up",
     "spike: the rate of one block": "layer.1.mlp.down",
 }
 

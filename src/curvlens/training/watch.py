@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from itertools import pairwise
 from statistics import median
 
-WINDOW, LEAST = 24, 12  # losses that a new one is held against; fewer say nothing
-SPREADS, RISE = 8.0, 0.15  # how far above their median a spike is: in their own spread, and of the median
+WINDOW, NEAR, LEAST = 24, 9, 12  # losses whose noise is known, those nearest; fewer than LEAST say nothing
+SPREADS, RISE = 8.0, 0.15  # how far above their median a spike is: in their noise, and of their size
 
 
 class LossWatch:
@@ -20,9 +21,9 @@ class LossWatch:
     def see(self, loss: float) -> str:
         """A word for what happened, or nothing.
 
-        A spike lies above the median m of the last 24 losses by 8 times their spread (1.4826 times the median
-        deviation from m, the standard deviation of a normal) and by 15 % of |m|. A loss that stays there for 24 steps
-        is where the run is now, and measured anew.
+        A spike lies above the median m of the last 9 losses by 8 times their noise and by 15 % of |m|. The noise is told
+        from the steps between losses, which a falling curve hardly changes: 1.4826 times the median of |difference|/√2,
+        the standard deviation where it is normal. A loss that stays there for 24 steps is where the run is now.
         """
         if not math.isfinite(loss):
             first = self.outside == 0
@@ -31,9 +32,9 @@ class LossWatch:
         if len(self.recent) < LEAST:
             self.recent.append(loss)
             return ""
-        centre = median(self.recent)
-        spread = 1.4826 * median(abs(value - centre) for value in self.recent)
-        if loss > centre + max(SPREADS * spread, RISE * abs(centre)):
+        centre = median(list(self.recent)[-NEAR:])
+        noise = 1.4826 / math.sqrt(2) * median(abs(b - a) for a, b in pairwise(self.recent))
+        if loss > centre + max(SPREADS * noise, RISE * abs(centre)):
             self.outside += 1
             if self.outside > WINDOW:
                 self.recent.clear()

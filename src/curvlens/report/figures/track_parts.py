@@ -77,7 +77,8 @@ def _heads(track: Track) -> Figure | None:
         return None
     first = found[0][1]
     kinds = [block for block in ("QQ", "KK", "QK", "VQ", "VK") if block in first["norms"]]
-    rows, maps = [], []
+    rows: list[tuple[str | float, ...]] = []
+    maps: list[Map] = []
     for block in kinds:
         places = [
             (i, h)
@@ -107,7 +108,8 @@ def _depth(track: Track) -> Figure | None:
     if not found:
         return None
     names = found[0][1]["names"]
-    rows, maps = [], []
+    rows: list[tuple[str | float, ...]] = []
+    maps: list[Map] = []
     for kind in ("passed", "created", "total"):
         matrix = [_numbers([depth[kind]["frobenius"][i] for _, depth in found]) for i in range(len(names))]
         errors = [
