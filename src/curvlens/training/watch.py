@@ -21,7 +21,7 @@ class LossWatch:
     def see(self, loss: float) -> str:
         """A word for what happened, or nothing.
 
-        A spike lies above the median m of the last 9 losses by 8 times their noise and by 15 % of |m|. The noise is told
+        A spike lies above the median m of the last 9 losses by 8 times their noise and by 15 % of |m|. Noise is told
         from the steps between losses, which a falling curve hardly changes: 1.4826 times the median of |difference|/√2,
         the standard deviation where it is normal. A loss that stays there for 24 steps is where the run is now.
         """
