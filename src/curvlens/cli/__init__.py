@@ -16,14 +16,17 @@ from typing import Annotated, Any
 import typer
 
 import curvlens as package
+from curvlens.cli.analyze import analyze
+from curvlens.cli.compare import compare
 from curvlens.cli.converge import converge
+from curvlens.cli.doctor import doctor
 from curvlens.cli.exits import DONE, INCOMPLETE, INTERRUPTED, WRONG_INPUT, WrongInput, complain, one_line
 from curvlens.cli.reproduce import reproduce
 from curvlens.cli.scale import scale
 from curvlens.cli.verify import verify
 
 # in the order of the help
-COMMANDS: list[Callable[..., None]] = [verify, reproduce, converge, scale]
+COMMANDS: list[Callable[..., None]] = [analyze, verify, reproduce, converge, scale, compare, doctor]
 
 app = typer.Typer(
     name="curvlens",
