@@ -130,7 +130,7 @@ class Run:
             warnings.warn(f"the state is not kept in {self.path}: {error.strerror or error}", stacklevel=2)
             self.path = None
         except RuntimeError as error:  # the same, as torch.save puts it
-            if "PytorchStreamWriter" not in str(error):
+            if "inline_container" not in str(error) and "PytorchStreamWriter" not in str(error):
                 raise
             warnings.warn(f"the state is not kept in {self.path}: is the disk full?", stacklevel=2)
             self.path = None

@@ -204,6 +204,7 @@ def figure(config: Third, made: dict[str, Any]) -> Any:
             draw.legend(axis)
         else:
             axis.text(0.5, 0.5, "zero", transform=axis.transAxes, ha="center", fontsize=9, color="0.4")
+            axis.set_axis_off()
     return drawing
 
 
