@@ -142,7 +142,7 @@ PLANTED = {
     ),
     "blocks: an input multiplier": (
         "blocks-differ-by-orders",
-        lambda: runs.train(net := Multiplied(runs.model("text"), 100.0), sgd(net, 1e-6), 30, task="text", every=10),
+        lambda: runs.train(net := Multiplied(runs.model("text"), 200.0), sgd(net, 1e-6), 30, task="text", every=10),
     ),
     "blocks: a larger one, with momentum": (
         "blocks-differ-by-orders",
@@ -158,24 +158,24 @@ PLANTED = {
             plant=from_step(45, weights_times("blocks.0.attn.W_V", 100.0)),
         ),
     ),
-    "spike: a feed-forward layer": (
+    "spike: the head": (
         "spike",
         lambda: runs.train(
             net := runs.model("text"), runs.adamw(net), 60, task="text", every=10,
-            plant=from_step(45, weights_times("blocks.0.mlp.W_1", 300.0)),
+            plant=from_step(45, weights_times("head.W_U", 10.0)),
         ),
     ),
     "spike: the rate of one block": (
         "spike",
         lambda: runs.train(
             net := runs.model("text"), own_rate(net, "blocks.1.mlp.W_2", 0.1), 60, task="text", every=10,
-            plant=from_step(45, rate_times(1000.0)),
+            plant=from_step(45, rate_times(5000.0)),
         ),
     ),
 }  # fmt: skip
 CAUSES = {
     "spike: values a hundred times as large": "layer.0.attn.value",
-    "spike: a feed-forward layer": "layer.0.mlp.up",
+    "spike: the head": "head",
     "spike: the rate of one block": "layer.1.mlp.down",
 }
 

@@ -20,10 +20,11 @@ from curvlens.cli.converge import converge
 from curvlens.cli.exits import DONE, INCOMPLETE, INTERRUPTED, WRONG_INPUT, WrongInput, complain, one_line
 from curvlens.cli.reproduce import reproduce
 from curvlens.cli.scale import scale
+from curvlens.cli.track import track
 from curvlens.cli.verify import verify
 
 # in the order of the help
-COMMANDS: list[Callable[..., None]] = [verify, reproduce, converge, scale]
+COMMANDS: list[Callable[..., None]] = [verify, reproduce, track, converge, scale]
 
 app = typer.Typer(
     name="curvlens",
