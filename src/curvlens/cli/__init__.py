@@ -16,7 +16,10 @@ from typing import Annotated, Any
 import typer
 
 import curvlens as package
+from curvlens.cli.analyze import analyze
+from curvlens.cli.compare import compare
 from curvlens.cli.converge import converge
+from curvlens.cli.doctor import doctor
 from curvlens.cli.exits import DONE, INCOMPLETE, INTERRUPTED, WRONG_INPUT, WrongInput, complain, one_line
 from curvlens.cli.reproduce import reproduce
 from curvlens.cli.scale import scale
@@ -24,7 +27,7 @@ from curvlens.cli.track import track
 from curvlens.cli.verify import verify
 
 # in the order of the help
-COMMANDS: list[Callable[..., None]] = [verify, reproduce, track, converge, scale]
+COMMANDS: list[Callable[..., None]] = [analyze, track, verify, reproduce, converge, scale, compare, doctor]
 
 app = typer.Typer(
     name="curvlens",

@@ -77,19 +77,26 @@ def track_checkpoints(
             watch(index, checkpoint)
         load(model, checkpoint.path)
         tracker.optimizer, why = optimizer_of(model, checkpoint.path)
+        tracker.left_out.pop("optimizer", None)
         if why:
             tracker.left_out["optimizer"] = why
         for step, loss, norm in _logged(checkpoint.path, tracker.track.training()[0]):
             tracker._keep(step, loss, None, norm)
         tracker.steps = checkpoint.step
         tracker.measure()
+    tracker.track.measurements.sort(key=lambda measurement: measurement["step"])
     return tracker
 
 
 def load(model: nn.Module, path: Path) -> None:
     """The weights of a checkpoint into a model, all of them."""
     state = _model_state(_weights(path))
-    missing, unexpected = model.load_state_dict(state, strict=False)
+    try:
+        missing, unexpected = model.load_state_dict(state, strict=False)
+    except RuntimeError as error:  # other shapes
+        raise ValueError(
+            f"expected the weights of this model in {str(path)!r}, got others: {str(error).splitlines()[-1].strip()}"
+        ) from error
     tied = {name for name, _ in model.named_parameters()}  # a tied name may be missing, not a parameter
     lost = [name for name in missing if name in tied]
     if lost or unexpected:
@@ -179,7 +186,7 @@ def _agree(parameters: list[nn.Parameter], groups: Any, state: Any) -> bool:
 def _kind(group: Mapping[str, Any], state: Mapping[Any, Any]) -> Any:
     kept = set(next(iter(state.values()), {}))
     if "betas" in group and {"exp_avg", "exp_avg_sq"} <= kept:
-        # AdamW and Adam keep the same; saved by torch 2.7 or later the group says which, before that the Trainer has AdamW
+        # AdamW and Adam keep the same; from torch 2.7 the group says which, before that it is taken for AdamW
         return torch.optim.AdamW if group.get("decoupled_weight_decay", True) else torch.optim.Adam
     if "square_avg" in kept:
         return torch.optim.RMSprop
