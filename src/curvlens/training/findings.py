@@ -26,6 +26,7 @@ ORDERS = 500.0  # between the curvature of blocks
 JUMP = 1.25  # of the norm of a block's weights between two measurements, at a spike
 CONCENTRATED = 0.5  # of the square of the sharpest direction in one block
 
+NAMES = ("warm-up-too-short", "rate-beyond-the-limit", "blocks-differ-by-orders", "spike")
 COHEN = "Cohen et al., Adaptive gradient methods at the edge of stability (2022)"
 GILMER = "Gilmer et al., A loss curvature perspective on training instabilities (2021)"
 

@@ -109,6 +109,7 @@ class Track:
             track.add(kind, content)
         if not known:
             raise ValueError(f"expected the track of a run, got {path} without a header")
+        track.measurements.sort(key=lambda measurement: measurement["step"])  # checkpoints in any order
         return track
 
     def add(self, kind: str, content: dict[str, Any]) -> None:
