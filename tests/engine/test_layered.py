@@ -9,7 +9,7 @@ from torch import nn
 
 import curvlens as cl
 from curvlens import nets
-from curvlens.engine import head
+from curvlens.engine import head, layered
 from curvlens.engine.cut import cut
 from curvlens.engine.segments import Uncut
 from models import MODELS, randomise
@@ -82,7 +82,7 @@ def test_logits_are_cut_off_where_a_model_ends_with_them():
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "own_gpt"])
 def test_chunks_of_tokens_change_nothing(name, monkeypatch):
     for tokens in (1, 3, 1000):
-        monkeypatch.setattr(head, "chunk_of_tokens", lambda *_, tokens=tokens: tokens)
+        monkeypatch.setattr(layered, "chunk_of_tokens", lambda *_, tokens=tokens: tokens)
         land = landscape(name)
         for quantity in QUANTITIES.values():
             agree(land, quantity)
@@ -158,7 +158,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_shaped_logits_never_exist_as_a_whole(name, monkeypatch):
-    monkeypatch.setattr(head, "chunk_of_tokens", lambda *_: 4)
+    monkeypatch.setattr(layered, "chunk_of_tokens", lambda *_: 4)
     model = randomise(Shaped().double(), torch.Generator().manual_seed(1))
     model.shape = SHAPES[name]
     land = cl.Landscape(model, torch.randint(0, 11, (3, 5)))

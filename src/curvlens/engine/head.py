@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from curvlens.batches import Batch, output_tensor
 from curvlens.engine.quantity import Quantity
+from curvlens.engine.room import FEWEST_TOKENS, room_of
 from curvlens.families.family import is_linear
 from curvlens.landscape import Landscape, Parameters
 from curvlens.losses import IGNORED, CrossEntropy, Loss
@@ -164,11 +165,11 @@ class Head:
         projection: Projection,
         rows: list[str],
         directions: Parameters,
-        tokens: int | None = None,
+        tokens: int,
     ):
         state = {**land.constants(), **land.parameters()}
         self.land, self.quantity, self.projection = land, quantity, projection
-        self.tokens = tokens or chunk_of_tokens(land, projection)
+        self.tokens = tokens
         self.count = len(next(iter(directions.values())))
         self.matrix = projection.matrix(state[projection.weight])
         self.bias = None if projection.bias is None else state[projection.bias]
@@ -292,7 +293,8 @@ class _Chunk:
 
 def chunk_of_tokens(land: Landscape, projection: Projection) -> int:
     limit = CHUNK_BYTES.get(land.device.type, CHUNK_BYTES["cpu"])
-    return max(16, limit // (projection.classes * land.dtype.itemsize))
+    tokens = max(FEWEST_TOKENS, limit // (projection.classes * land.dtype.itemsize))
+    return min(tokens, room_of(land).tokens or tokens)
 
 
 def _scored(loss: Loss, target: Tensor) -> tuple[Tensor, Tensor]:
