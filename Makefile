@@ -16,10 +16,13 @@ help:           ## list the targets
 	$(BIN)/python -m pip install -q -c constraints.txt "$$(grep -o '^torch==[0-9.]*' constraints.txt)"
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[hf,report,studies,dev]'
 	$(BIN)/python -m pip install -q -c constraints.txt --no-deps curvlinops-for-pytorch einops einconv linear_operator tqdm
+	@# Triton comes with torch for a GPU; elsewhere its interpreter tests the kernels
+	@$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install -q --no-deps triton==3.9.0 || \
+		echo "Triton could not be installed: tests of the GPU's kernels are skipped"
 	@touch $@
 
-demo: .venv/ready       ## train the one-block GPT-2 on digit addition and print the norms of its blocks
-	$(BIN)/python examples/digit_addition.py
+demo: .venv/ready       ## train the one-block GPT-2 on digit addition, analyse it, write out/report.html
+	$(BIN)/curvlens analyze
 
 test: .venv/ready       ## run the tests, a sample of the slow ones among them
 	$(BIN)/python -m pytest -n $(JOBS) $(TESTS)

@@ -115,30 +115,48 @@ def _seconds(run: Run, stack: torch.Tensor) -> float:
     return seconds
 
 
-def report(problem: str, repeats: int, vectors: tuple[int, ...], only: str) -> tuple[str, list[list[str]]]:
+def measured(problem: str, options: argparse.Namespace) -> dict[str, Any]:
+    """`{"memory": …, "time": …}` of all lines in bytes and seconds; a part that is not asked for, as it was kept."""
+    chosen = [line for line in lines() if options.only in line.key]
+    kept: dict[str, Any] = json.loads(options.keep.read_text()) if options.keep.exists() else {}
+    found: dict[str, Any] = kept.setdefault(problem, {"memory": {}, "time": {}})
+    if options.part in ("memory", "both"):
+        peaks = memories(problem, chosen, VECTORS)
+        found["memory"].update({f"{key} x {count}": peak for (key, count), peak in peaks.items()})
+    if options.part in ("time", "both"):
+        pairs = [(line, count) for line in chosen for count in VECTORS]
+        fits = [
+            (line, count)
+            for line, count in pairs
+            if found["memory"].get(f"{line.key} x {count}", 0) is not None
+        ]
+        unit, seconds = times(problem, fits, options.repeats)
+        # all ratios of a table are of one run
+        found["time"] = {f"{key} x {count}": time for (key, count), time in seconds.items()}
+        found["time"]["gradient x 1"] = unit
+    options.keep.parent.mkdir(parents=True, exist_ok=True)
+    options.keep.write_text(json.dumps(kept, indent=1))
+    return found
+
+
+def table_of(problem: str, found: dict[str, Any]) -> tuple[str, list[list[str]]]:
     """A title, and rows of text: matrix, who, and time a vector and memory for each number of vectors."""
-    chosen = [line for line in lines() if only in line.key]
-    peaks = memories(problem, chosen, vectors)
-    fits = [(line, count) for line in chosen for count in vectors if peaks[line.key, count] is not None]
-    unit, seconds = times(problem, fits, repeats)
-    base = peaks["gradient", 1]
-    assert base is not None
-    rows = []
-    for matrix in dict.fromkeys(line.matrix for line in chosen):
-        rows.append(
-            [matrix, "floor of the time", *(c for k in vectors for c in (f"{FLOORS[matrix, k]:.2f}", ""))]
-        )
-        for line in (line for line in chosen if line.matrix == matrix):
+    peaks, seconds, rows = found["memory"], found["time"], []
+    for matrix in dict.fromkeys(line.matrix for line in lines()):
+        floors = (c for k in VECTORS for c in (f"{FLOORS[matrix, k]:.2f}", ""))
+        rows.append([matrix, "floor of the time", *floors])
+        for line in (line for line in lines() if line.matrix == matrix):
             cells = [matrix, line.who]
-            for count in vectors:
-                peak = peaks[line.key, count]
-                if peak is None:
-                    cells += ["-", "out of memory"]
-                else:
-                    cells += [f"{seconds[line.key, count] / unit / count:.2f}", f"{peak / base:.2f}"]
+            for count in VECTORS:
+                key = f"{line.key} x {count}"
+                time, peak = seconds.get(key), peaks.get(key)
+                cells.append("-" if time is None else f"{time / seconds['gradient x 1'] / count:.2f}")
+                missing = "out of memory" if key in peaks else "-"
+                cells.append(missing if peak is None else f"{peak / peaks['gradient x 1']:.2f}")
             rows.append(cells)
-    title = f"{PROBLEMS[problem].name}; one gradient: {1e3 * unit:.0f} ms, {base / 2**20:.0f} MiB"
-    return title, rows
+    sizes = [f"{1e3 * seconds['gradient x 1']:.0f} ms"] if seconds else []
+    sizes += [f"{peaks['gradient x 1'] / 2**20:.0f} MiB"] if peaks else []
+    return f"{PROBLEMS[problem].name}; one gradient: {', '.join(sizes)}", rows
 
 
 def show(title: str, header: list[str], rows: list[list[str]]) -> None:
@@ -165,9 +183,10 @@ def main() -> None:
     )
     parser.add_argument("--problem", choices=[*PROBLEMS], action="append", help="all of them by default")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--vectors", type=int, choices=VECTORS, action="append", help="1 and 8 by default")
+    parser.add_argument("--part", choices=["memory", "time", "both"], default="both", help="what to measure")
     parser.add_argument("--only", default="", help="lines whose name contains this")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--keep", type=Path, default=Path("out/engines.json"), help="where figures are kept")
     parser.add_argument("--markdown", type=Path, help="a file to write the tables to")
     parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -177,9 +196,8 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (int(room), int(room)))
         print(measure(problem, key, int(count)))
         return
-    vectors = tuple(options.vectors or VECTORS)
     header = ["matrix", "who"]
-    for count in vectors:
+    for count in VECTORS:
         header += [
             f"time, {count} vector" + "s, each" * (count > 1),
             f"memory, {count} vector" + "s" * (count > 1),
@@ -188,7 +206,7 @@ def main() -> None:
     setting = ", ".join(f"{name} {version(name)}" for name in peers) + f"; {options.threads} threads, float32"
     text = [f"In gradients of the same run. {setting}.\n"]
     for problem in options.problem or PROBLEMS:
-        title, rows = report(problem, options.repeats, vectors, options.only)
+        title, rows = table_of(problem, measured(problem, options))
         show(title, header, rows)
         text.append(markdown(title, header, rows))
         if options.markdown:

@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import curvlens as cl
@@ -127,6 +129,16 @@ def test_vectors_matrices_and_dictionaries_agree(name, engine):
     padded = torch.zeros_like(a)
     padded[land.blocks.ranges[one]] = a[land.blocks.ranges[one]]
     assert error(land.blocks.join(H @ {one: land.blocks.split(a)[one]}), H @ padded) < TIGHT
+    heads = [n for n in land.blocks.heads().names if n.endswith(".head.1")][:2]
+    padded = torch.zeros_like(a)
+    for head in heads:
+        at = land.blocks.positions(land.blocks.select(head))
+        padded[at] = a[at]
+    parts = {n: a[land.blocks.positions(b)].view(b[0].shape) for n in heads for b in [land.blocks.select(n)]}
+    assert error(land.blocks.join(H @ parts), H @ padded) < TIGHT
+    block = heads[0].removesuffix(".head.1")
+    with pytest.raises(ValueError, match="expected disjoint blocks"):
+        H @ {**parts, block: land.blocks.split(a)[block]}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "own_gpt"])
@@ -241,6 +253,56 @@ def test_a_block_costs_what_it_must():
         assert last - forward < 0.2 * (full - forward)  # a sixth of the layers, and only a part of the last
         assert flops(engine, "layer.5", "layer.0") < 0.75 * full
         assert flops(engine, "layer.0", "layer.5") < 0.75 * full
+
+
+class MatrixProducts(TorchDispatchMode):
+    """Counts the products of matrices, but not by zeros: for `x W` PyTorch asks both factors for tangents."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.mm.default and all(bool(a.any()) for a in args):
+            self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_a_product_between_two_layers_costs_is_counted_to_the_last_multiplication(engine):
+    """A chain `x_{k+1} = tanh(x_k W_k)`, for a row layer r and a column layer c, in products of matrices.
+
+    Nothing is done that the formulas of forward-mode and reverse-mode differentiation do not ask for: no tangent below
+    the column layer, no gradient below the row layer or, where it serves for tangents, below the column layer.
+    """
+    depth, n, d = 5, 7, 8
+    torch.manual_seed(0)
+    chain = nn.Sequential(
+        *(m for _ in range(depth) for m in (nn.Linear(d, d, bias=False), nn.Tanh()))
+    ).double()
+    land = cl.Landscape(chain, (torch.randn(n, d).double(), torch.randn(n, d).double()))
+
+    def units(r, c):
+        block = cl.hessian(land, engine=engine).block(land.blocks.names[r], land.blocks.names[c])
+        v = torch.randn(block.shape[1], dtype=torch.float64)
+        block @ v
+        with MatrixProducts() as counter:
+            block @ v
+        return counter.count
+
+    top = depth - 1
+    for r in range(depth):
+        for c in range(depth):
+            if engine == "double-backward":
+                expected = depth  # forward
+                expected += (top - c) + 1  # g back to layer c, and ∂L/∂W_c = x_cᵀ g_c
+                expected += 1 + (top - c)  # the tangent of ⟨∂L/∂W_c, v⟩ in g_c, up again to the top
+                expected += r > c  # W_r is met on the way up
+                expected += r < c  # ⟨∂L/∂W_c, v⟩ by x_c
+                expected += (top - r) + 1  # down to layer r
+            else:
+                expected = depth + 1 + (top - c)  # forward, and the tangent from layer c on
+                expected += 2 * (top - r) + (r < c)  # g and its tangent down to layer r, past the moving W_c
+                expected += 2 + (r > c)  # ∂L/∂W_r = x_rᵀ g_r and its tangent, in g_r and in x_r if that moves
+            assert units(r, c) == expected, (r, c)
 
 
 def flops_of_forward(land):

@@ -2,10 +2,14 @@
 
 import copy
 import random
+import signal
+import threading
+import time
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import curvlens as cl
 from curvlens import nets
@@ -96,6 +100,112 @@ def test_also_after_an_exception_or_an_interrupt(net, error, calls):
     after = state(model)
     for what in before:
         assert equal(before[what], after[what]), what
+
+
+@pytest.mark.parametrize("engine", ["double-backward", "forward-over-reverse", "layered"])
+def test_also_after_an_interrupt_amid_an_exchange_of_weights(net, engine, monkeypatch):
+    from torch.nn.utils._named_member_accessor import NamedMemberAccessor
+
+    model, batch = net
+    land = cl.Landscape(model, batch)
+    v = torch.randn(land.blocks.size, dtype=torch.float64)
+    expected = cl.hessian(land, engine=engine) @ v
+    before = state(model)
+    exchange = NamedMemberAccessor.swap_tensors_dict
+
+    def interrupted(self, *args, **options):
+        exchange(self, *args, **options)
+        raise KeyboardInterrupt  # the weights are exchanged, and those who did it do not know which were there
+
+    monkeypatch.setattr(NamedMemberAccessor, "swap_tensors_dict", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cl.hessian(land, engine=engine) @ v
+    monkeypatch.undo()
+    after = state(model)
+    for what in before:
+        assert equal(before[what], after[what]), what
+    assert torch.equal(cl.hessian(land, engine=engine) @ v, expected)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timer that interrupts")
+@pytest.mark.parametrize("engine", ["double-backward", "forward-over-reverse", "layered"])
+def test_also_after_interrupts_at_any_moment(net, engine):
+    """Wherever Ctrl-C strikes: the model is what it was, and the next product is right."""
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("only the main thread is interrupted")
+    model, batch = net
+    land = cl.Landscape(model, batch)
+    v = torch.randn(land.blocks.size, 2, dtype=torch.float64)
+    start = time.perf_counter()
+    expected = cl.hessian(land, engine=engine) @ v
+    duration = time.perf_counter() - start
+    before = state(model)
+    moments, interrupts, armed = random.Random(0), 0, False
+
+    def strike(number, frame):
+        if armed:
+            raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, strike)
+    try:
+        for _ in range(40):
+            try:
+                armed = True
+                signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-4, duration))
+                cl.hessian(land, engine=engine) @ v
+                armed = False
+            except (
+                KeyboardInterrupt,
+                RuntimeError,
+            ):  # torch reports one that strikes its own code as its error
+                armed = False
+                interrupts += 1
+            after = state(model)
+            for what in before.keys() - {"python"}:
+                assert equal(before[what], after[what]), what
+        assert torch.equal(cl.hessian(land, engine=engine) @ v, expected)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert interrupts > 0
+
+
+def test_what_a_forward_pass_writes_on_its_modules_is_dropped(net):
+    _, (ids, labels) = net
+
+    class Remembering(nets.GPT):
+        def forward(self, ids):
+            self.last = super().forward(ids)  # with its graph
+            self._buffers["late"] = torch.ones(1)
+            return self.last
+
+    model = Remembering(11, 5, 8).double()
+    cl.Landscape(model, (ids, labels)).gradient()
+    assert not hasattr(model, "last")
+    assert not hasattr(model, "late")
+
+
+def test_a_data_loader_moves_no_random_state(net):
+    model, (ids, labels) = net
+    loader = DataLoader(TensorDataset(ids, labels), batch_size=2)
+    before = torch.get_rng_state()
+    land = cl.Landscape(model, loader, "next-token")
+    land.parts(2)
+    list(land.pieces())
+    land.value()
+    assert torch.equal(torch.get_rng_state(), before)
+
+    class Shuffled(torch.utils.data.Sampler):  # by the global random state
+        def __iter__(self):
+            return iter(torch.randperm(len(ids)).tolist())
+
+        def __len__(self):
+            return len(ids)
+
+    shuffled = DataLoader(TensorDataset(ids, labels), sampler=Shuffled())
+    torch.manual_seed(0)  # under which the first three permutations begin differently
+    with pytest.raises(ValueError, match="got another first batch the second time"):
+        cl.Landscape(model, shuffled, "next-token")
 
 
 def test_it_works_whatever_is_switched_outside(net):
@@ -213,6 +323,15 @@ def test_nan_names_the_first_module(net):
         model.blocks[0].attn.W_K[0, 0] = float("nan")
     with pytest.raises(FloatingPointError, match=r"in the weight 'blocks.0.attn.W_K'"):
         cl.Landscape(model, batch).gradient()
+
+
+def test_vectors_that_are_not_finite_are_told(net):
+    model, batch = net
+    land = cl.Landscape(model, batch)
+    v = torch.zeros(land.blocks.size, dtype=torch.float64)
+    v[3] = float("nan")
+    with pytest.raises(FloatingPointError, match="expected finite vectors to multiply, got NaN"):
+        cl.hessian(land) @ v
 
 
 def test_infinite_second_derivatives_are_told():
@@ -336,6 +455,16 @@ def test_batches_that_cannot_be_read():
         cl.Landscape(model, 3)
     with pytest.raises(TypeError, match="expected a batch of token ids"):
         cl.Landscape(model, ["text"], "next-token")
+    with pytest.raises(TypeError, match=r"got list of 3; make it a tensor: torch.tensor\(...\)"):
+        cl.Landscape(model, [[1, 2, 3], [4, 5, 6]])
+    with pytest.raises(TypeError, match=r"got int; make it a tensor"):
+        cl.Landscape(model, [1, 2, 3])
+    with pytest.raises(TypeError, match=r"got TensorDataset; wrap it in a torch.utils.data.DataLoader"):
+        cl.Landscape(model, TensorDataset(torch.zeros(2, 3)))
+    with pytest.raises(
+        TypeError, match=r"expected a floating-point dtype such as torch.float64, got 'float64'"
+    ):
+        cl.Landscape(model, (torch.zeros(2, 4), torch.zeros(2, 3)), dtype="float64")
     with pytest.raises(ValueError, match="expected kind 'empirical' or 'sampled'"):
         cl.fisher(cl.Landscape(model, (torch.zeros(2, 4).double(), torch.zeros(2, 3).double())), "true")
     with pytest.raises(ValueError, match="expected an engine out of double-backward"):

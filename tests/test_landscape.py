@@ -82,6 +82,15 @@ def test_a_loader_a_list_an_iterator_and_a_single_batch():
     assert same(product(model, [((x,), y)], "mse"), whole)
 
 
+def test_a_loader_of_token_ids_alone_and_labels_of_any_integer_type():
+    model, (ids, _) = MODELS["own_gpt"]()
+    whole = product(model, ids, "next-token")
+    assert same(product(model, DataLoader(TensorDataset(ids), batch_size=2)), whole)
+    assert same(product(model, DataLoader(ids, batch_size=2)), whole)
+    assert same(product(model, (ids, ids.int()), "next-token"), whole)
+    assert same(product(model, ids.int(), "next-token"), whole)
+
+
 def test_data_that_changes_between_passes_is_refused():
     model, (x, y) = MODELS["linear_mlp"]()
     with pytest.raises(ValueError, match=r"a DataLoader that shuffles; use shuffle=False.*list\(loader\)"):

@@ -85,6 +85,9 @@ def test_examples_run(tmp_path, capsys, monkeypatch):
     demo = runpy.run_path(str(ROOT / "examples/digit_addition.py"))
     demo["main"](width=4, steps=3)
     assert "query, query" in capsys.readouterr().out
+    rates = runpy.run_path(str(ROOT / "examples/stable_rate.py"))
+    rates["main"](width=4, warmup=3, steps=3)
+    assert "critical rate" in capsys.readouterr().out
     pytest.importorskip("matplotlib").use("Agg")
     picture = runpy.run_path(str(ROOT / "examples/block_map.py"))
     picture["main"](str(tmp_path / "map.png"), width=4, steps=3, samples=2)

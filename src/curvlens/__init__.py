@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         eigsh,
         frobenius,
         heterogeneity,
-        negative_fraction,
+        negative_fraction,  # noqa: F401
         sharpness,
         trace,
     )
@@ -32,11 +32,14 @@ if TYPE_CHECKING:
     from curvlens.report.analyze import analyze
     from curvlens.scaling.convergence import landscape_convergence
     from curvlens.scaling.sizes import scaling
+    from curvlens.training.curvature_aware import CurvatureAware
     from curvlens.training.predict import predict_loss
+    from curvlens.training.stability import stability
 
 __version__ = "0.1.0"
 __all__ = [
     "Blocks",
+    "CurvatureAware",
     "Landscape",
     "Operator",
     "analyze",
@@ -57,10 +60,10 @@ __all__ = [
     "heterogeneity",
     "landscape_convergence",
     "losses",
-    "negative_fraction",
     "predict_loss",
     "scaling",
     "sharpness",
+    "stability",
     "studies",
     "trace",
     "verify",
@@ -75,7 +78,9 @@ _HOMES = {
     "from_curvlinops": "interop",
     "analyze": "report.analyze",
     "landscape_convergence": "scaling",
+    "CurvatureAware": "training.curvature_aware",
     "predict_loss": "training.predict",
+    "stability": "training.stability",
     "verify": "exact.verification",
     **dict.fromkeys(("fisher", "functional", "gauss_newton", "hessian"), "curvature"),
     **dict.fromkeys(

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from curvlens.losses import IGNORED, Loss, named
 
@@ -80,6 +81,7 @@ def reiterable(batches: Any) -> Iterable[Any]:
     if not isinstance(batches, Iterable):
         raise TypeError(
             f"expected a batch or batches (token ids, (inputs, targets) or dictionaries), got {type(batches).__name__}"
+            f"{'; wrap it in a torch.utils.data.DataLoader' if isinstance(batches, Dataset) else ''}"
         )
     return batches
 
@@ -97,6 +99,7 @@ class Reader:
     loss: Loss
 
     def read(self, batch: Any) -> Batch:
+        batch = _alone(batch)
         if isinstance(batch, Tensor):
             read = self._read_ids(batch)
         elif isinstance(batch, Mapping):
@@ -104,11 +107,8 @@ class Reader:
         elif isinstance(batch, (tuple, list)) and len(batch) == 2:
             read = self._read_pair(*batch)
         else:
-            raise TypeError(
-                "expected a batch of token ids, (inputs, targets) or a dictionary, "
-                f"got {type(batch).__name__}{f' of {len(batch)}' if isinstance(batch, (tuple, list)) else ''}"
-            )
-        return self._complete(read)
+            raise _unreadable(batch)
+        return self._complete(_with_long_labels(read))
 
     def _read_ids(self, ids: Tensor) -> Batch:
         if self.loss.name != "next-token" or ids.is_floating_point():
@@ -131,7 +131,8 @@ class Reader:
         if target is None:
             if self.loss.name != "next-token" or "input_ids" not in inputs:
                 raise ValueError(
-                    f"expected 'labels' in the batch for the loss {self.loss.name!r}, got {', '.join(inputs)}"
+                    f"expected 'labels' in the batch for the loss {self.loss.name!r}, got {', '.join(inputs)}; "
+                    'give labels, or loss="next-token" for token ids'
                 )
             target = inputs["input_ids"]
         if "decoder_attention_mask" in inputs:
@@ -162,6 +163,28 @@ class Reader:
         ):
             kwargs["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(batch.target)
         return replace(batch, kwargs=kwargs)
+
+
+def _alone(batch: Any) -> Any:
+    """The tensor of a list or tuple of one, as a DataLoader over a TensorDataset gives token ids."""
+    return batch[0] if isinstance(batch, (tuple, list)) and len(batch) == 1 else batch
+
+
+def _with_long_labels(batch: Batch) -> Batch:
+    """Labels may come in any integer type; torch's cross-entropy takes one."""
+    target = batch.target
+    if target.is_floating_point() or target.dtype in (torch.long, torch.bool):
+        return batch
+    return replace(batch, target=target.long())
+
+
+def _unreadable(batch: Any) -> TypeError:
+    numbers = isinstance(batch, (int, np.ndarray)) or (isinstance(batch, (tuple, list)) and len(batch) > 2)
+    many = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+    return TypeError(
+        "expected a batch of token ids, (inputs, targets) or a dictionary, "
+        f"got {type(batch).__name__}{many}{'; make it a tensor: torch.tensor(...)' if numbers else ''}"
+    )
 
 
 def _without_padding(labels: Tensor, mask: Tensor, shifted: bool) -> Tensor:
@@ -209,8 +232,11 @@ def output_tensor(output: Any) -> Tensor:
 
 def guess_loss(model: Any, batch: Any) -> Loss:
     """The loss that `loss="auto"` stands for, told by the first batch and the model."""
+    batch = _alone(batch)
     if isinstance(batch, Tensor):
         return named("next-token")
+    if not isinstance(batch, Mapping) and not (isinstance(batch, (tuple, list)) and len(batch) == 2):
+        raise _unreadable(batch)
     target = batch.get("labels") if isinstance(batch, Mapping) else batch[1]
     if isinstance(target, Tensor) and target.is_floating_point():
         return named("mse")

@@ -237,12 +237,16 @@ class Blocks:
         return torch.cat(found) if found else torch.empty(0, dtype=torch.long)
 
     def _unknown(self, name: str) -> str:
-        known = [*self._index, *(head for block in self for head in _head_names(block))]
-        close = difflib.get_close_matches(name, known, n=3)
+        close = self.close_to(name)
         hint = (
             f"did you mean {' or '.join(map(repr, close))}?" if close else f"known: {', '.join(self.names)}"
         )
         return f"expected the name or pattern of a block, got {name!r}; {hint}"
+
+    def close_to(self, name: str) -> list[str]:
+        """Up to three names of blocks or heads that may be meant."""
+        known = [*self._index, *(head for block in self for head in _head_names(block))]
+        return difflib.get_close_matches(name, known, n=3)
 
     # -- between flat vectors, blocks and parameters
 
@@ -254,16 +258,18 @@ class Blocks:
         }
 
     def join(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """The flat vector with the given blocks (by name or alias), zero where none is given."""
+        """The flat vector with the given blocks or heads (by name or alias), zero where none is given."""
         some = next(iter(parts.values()))
         vector = some.new_zeros(self.size)
+        heads = None if all(name in self for name in parts) else self.select(*parts)
         for name, part in parts.items():
-            block = self[name]
+            block = self[name] if heads is None or name in self else heads[name]
             if tuple(part.shape) != block.shape:
                 raise ValueError(
                     f"block {name!r}: expected shape {list(block.shape)}, got {list(part.shape)}"
                 )
-            vector[self.ranges[block.name]] = part.reshape(-1)
+            where = self.ranges[block.name] if name in self else self.positions(Blocks([block]))
+            vector[where] = part.reshape(-1)
         return vector
 
     def from_parameters(self, parameters: Mapping[str, Tensor]) -> Tensor:

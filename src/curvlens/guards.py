@@ -6,11 +6,14 @@ Each raises one message: what was expected, what came, what to do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _functorch
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from curvlens.kernels import inside_models
@@ -74,7 +77,7 @@ def _check_batch_norm(path: str, module: nn.Module) -> None:
 
 def _check_attention(model: nn.Module) -> None:
     kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if kind is not None and kind not in ("eager", "sdpa"):
+    if kind is not None and kind not in ("eager", "sdpa", "curvlens"):
         raise ValueError(
             f"expected attention with second derivatives (sdpa or eager), got {kind!r}; "
             'call model.set_attn_implementation("sdpa")'
@@ -115,27 +118,92 @@ def first_nonfinite(model: nn.Module, run: Callable[[], Any]) -> str:
 
 
 @contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """Inside, gradients are recorded and nothing is autocast; random state and switches are restored."""
-    devices = [device] if device.type == "cuda" else []
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    with (
-        torch.random.fork_rng(devices),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast(device.type, enabled=False),
-    ):
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
+def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, gradients are recorded and nothing is autocast; the model, random state and switches are put back.
+
+    Contexts are not enough for that: an interrupt may come while one of them is on its way in or out, as in the
+    midst of an exchange of weights. So what they change is written down first, and put back last.
+    """
+    put_back = _snapshot(model, device)
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast(device.type, enabled=False),
+        ):
+            torch.backends.mha.set_fastpath_enabled(False)
             yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast_path)
+    finally:
+        try:
+            put_back()
+        except BaseException:  # an interrupt in here
+            put_back()
+            raise
+
+
+def _snapshot(model: nn.Module, device: torch.device) -> Callable[[], None]:
+    """A function that puts back what a product may move: attributes of modules, random state, switches."""
+    held = [vars(module) for module in model.modules()]
+    # parameters, buffers, hooks, …
+    held += [value for own in held for value in own.values() if isinstance(value, dict)]
+    contents = [(holder, dict(holder)) for holder in held]
+    on_gpu = device.type == "cuda"
+    random = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None
+    switches = [(switch, read()) for read, switch in _SWITCHES]
+    autocast = torch.is_autocast_enabled(device.type)
+    leave_transforms = _transforms()
+
+    def put_back() -> None:
+        for holder, own in contents:
+            if holder.keys() != own.keys() or any(holder[name] is not value for name, value in own.items()):
+                holder.clear()
+                holder.update(own)
+        torch.set_rng_state(random[0])
+        if random[1] is not None:
+            torch.cuda.set_rng_state(random[1], device)
+        for switch, was in switches:
+            switch(was)
+        torch.set_autocast_enabled(device.type, autocast)
+        leave_transforms()
+
+    return put_back
+
+
+def _transforms() -> Callable[[], None]:
+    """A function that leaves transforms of torch.func entered since now: after one cut short, none would start again.
+
+    PyTorch has no public name for this.
+    """
+    depth, nesting = _functorch.get_dynamic_layer_stack_depth(), eager_transforms.JVP_NESTING
+    level = forward_ad._current_level
+
+    def leave() -> None:
+        if _functorch.get_dynamic_layer_stack_depth() > depth:
+            _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        eager_transforms.JVP_NESTING = nesting
+        if level < 0:
+            with suppress(RuntimeError):  # none is open
+                torch._C._exit_dual_level(level=0)
+        forward_ad._current_level = level
+
+    return leave
+
+
+_CUDA = torch.backends.cuda
+_SWITCHES: tuple[tuple[Callable[[], bool], Callable[[bool], Any]], ...] = (
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+    (_CUDA.flash_sdp_enabled, _CUDA.enable_flash_sdp),
+    (_CUDA.mem_efficient_sdp_enabled, _CUDA.enable_mem_efficient_sdp),
+    (_CUDA.math_sdp_enabled, _CUDA.enable_math_sdp),
+    (_CUDA.cudnn_sdp_enabled, _CUDA.enable_cudnn_sdp),
+)
 
 
 @contextmanager
-def twice_differentiable(device: torch.device) -> Iterator[None]:
+def twice_differentiable(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Undisturbed, and attention has second derivatives: torch's plain kernel, and ours where sequences are long."""
-    with undisturbed(device), sdpa_kernel(SDPBackend.MATH), inside_models():
+    with undisturbed(model, device), sdpa_kernel(SDPBackend.MATH), inside_models():
         yield
 
 
@@ -146,6 +214,9 @@ def explained() -> Iterator[None]:
         yield
     except (RuntimeError, NotImplementedError) as error:
         text = str(error)
+        # TorchScript, in which tangents of some operations are written, wraps it
+        if "KeyboardInterrupt" in text:
+            raise KeyboardInterrupt from error
         if "forward AD" in text or "forward-mode" in text or "setup_context" in text:
             advice = 'use engine="double-backward"'
         elif ("is not implemented" in text and "derivative" in text) or "once_differentiable" in text:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.data import DataLoader
 
 from curvlens import families, guards
 from curvlens.batches import Batch, Reader, guess_loss, output_tensor, reiterable
@@ -56,13 +57,13 @@ class Landscape:
         self.dtype, self.notes = _working_dtype(self.model, dtype)
         self.batches: Iterable[Any] = reiterable(batches)
         self.micro_batch = micro_batch
-        first = next(iter(self.batches), None)
+        self._weights: Parameters | None = None  # where it stands; None: at the model's own
+        self._fingerprints: list[tuple[Any, ...]] | None = None
+        first = next(self._drawn(), None)
         if first is None:
             raise ValueError("expected at least one batch, got none; is the iterable empty or used up?")
         self.loss = guess_loss(self.model, first) if loss == "auto" else named(loss)
         self._reader = Reader(model, self.loss)
-        self._weights: Parameters | None = None  # where it stands; None: at the model's own
-        self._fingerprints: list[tuple[Any, ...]] | None = None
         self._scored = self._survey()
         if not isinstance(self.loss, PerToken):
             _require_weight(sum(self._scored))
@@ -81,7 +82,7 @@ class Landscape:
     def pieces(self) -> Iterator[Batch]:
         """All data, batch by batch or micro-batch by micro-batch, on the model's device."""
         index = -1
-        for index, batch in enumerate(self.batches):
+        for index, batch in enumerate(self._drawn()):
             read = self._reader.read(batch)
             if self._fingerprints is not None and (
                 index >= len(self._fingerprints) or read.fingerprint() != self._fingerprints[index]
@@ -98,18 +99,24 @@ class Landscape:
                 "give data that can be iterated again"
             )
 
+    def _drawn(self) -> Iterator[Any]:
+        """The batches. A DataLoader begins with a random number for its workers, even if it has none: put back."""
+        with torch.random.fork_rng([], enabled=isinstance(self.batches, DataLoader)):
+            batches = iter(self.batches)
+        yield from batches
+
     def _survey(self) -> list[float]:
         """Read all data once: count what is scored, check ids, remember fingerprints."""
         vocabulary = _vocabulary(self.model, self.blocks)
         fingerprints, scored = [], []
-        for batch in self.batches:
+        for batch in self._drawn():
             read = self._reader.read(batch)
             for ids in _token_ids(read):
                 if vocabulary is not None:
                     guards.check_ids(ids, vocabulary)
             fingerprints.append(read.fingerprint())
             scored.append(self.loss.count(read.target))
-        again = self._reader.read(next(iter(self.batches), None))
+        again = self._reader.read(next(self._drawn(), None))
         if again.fingerprint() != fingerprints[0]:
             raise ValueError(
                 "expected the same batches on every pass, got another first batch the second time; "
@@ -125,7 +132,7 @@ class Landscape:
         """
         if count < 1:
             raise ValueError(f"expected at least one part, got {count}")
-        reads = [self._reader.read(batch) for batch in self.batches]
+        reads = [self._reader.read(batch) for batch in self._drawn()]
         samples = [piece for read in reads for piece in read.split(1)]
         count = min(count, len(samples))
         size = -(-sum(len(read.target) for read in reads) // count)
@@ -137,7 +144,11 @@ class Landscape:
                 found.append(self._with(data))
         return found
 
-    def _with(self, batches: list[Any]) -> Landscape:
+    def renewed(self) -> Landscape:
+        """The same landscape of the model as it is now: after parameters were frozen or thawed."""
+        return self._with(self.batches)
+
+    def _with(self, batches: Any) -> Landscape:
         parameters = dict(self.model.named_parameters()) if isinstance(self.model, _Function) else None
         model = self.model.function if isinstance(self.model, _Function) else self.model
         part = Landscape(
@@ -151,7 +162,7 @@ class Landscape:
         """The number of scored tokens (or samples) of all batches."""
         if isinstance(self.loss, PerToken):
             weight: float = 0
-            with guards.twice_differentiable(self.device), torch.no_grad():
+            with guards.twice_differentiable(self.model, self.device), torch.no_grad():
                 parameters = self.parameters()
                 for piece in self.pieces():
                     weight += self.loss.count_terms(self.output(parameters, piece), piece.target)
@@ -223,7 +234,7 @@ class Landscape:
     def value(self) -> Tensor:
         """`L(θ)`, a scalar."""
         self.probe()
-        with guards.twice_differentiable(self.device), torch.no_grad():
+        with guards.twice_differentiable(self.model, self.device), torch.no_grad():
             parameters = self.parameters()
             total = torch.zeros((), dtype=self.dtype, device=self.device)
             for piece in self.pieces():
@@ -234,7 +245,7 @@ class Landscape:
     def gradient(self) -> Tensor:
         """`∂L/∂θ`, a flat vector over the blocks. Cost: one gradient."""
         self.probe()
-        with guards.twice_differentiable(self.device):
+        with guards.twice_differentiable(self.model, self.device):
             leaves = {name: p.requires_grad_() for name, p in self.parameters().items()}
             total = {name: torch.zeros_like(p) for name, p in leaves.items()}
             for piece in self.pieces():
@@ -254,7 +265,7 @@ class Landscape:
         if getattr(self, "_probed", False):
             return
         piece = next(iter(self.pieces())) if piece is None else piece
-        with guards.twice_differentiable(self.device), torch.no_grad():
+        with guards.twice_differentiable(self.model, self.device), torch.no_grad():
             parameters = self.parameters()
             output = self.output(parameters, piece)
             self.loss.check(output, piece.target)
@@ -268,14 +279,16 @@ class Landscape:
             )
         self._probed = True
 
-    def require_finite(self, tensor: Tensor, what: str) -> None:
-        """Raise FloatingPointError, naming the first module that produced NaN or infinity."""
+    def require_finite(self, tensor: Tensor, what: str, given: Tensor | None = None) -> None:
+        """Raise FloatingPointError, naming the first module that produced NaN or infinity, if not what was given."""
         # a sum is one pass without a copy; it may overflow where its terms do not
         if torch.isfinite(tensor.sum()) or torch.isfinite(tensor).all():
             return
+        if given is not None and not torch.isfinite(given).all():
+            raise FloatingPointError("expected finite vectors to multiply, got NaN or infinity in them")
 
         def run() -> None:
-            with guards.twice_differentiable(self.device), torch.no_grad():
+            with guards.twice_differentiable(self.model, self.device), torch.no_grad():
                 for piece in self.pieces():
                     self.output(self.parameters(), piece)
 
@@ -315,6 +328,8 @@ class _Function(nn.Module):
 
 
 def _working_dtype(model: nn.Module, dtype: torch.dtype | None) -> tuple[torch.dtype, list[str]]:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"expected a floating-point dtype such as torch.float64, got {dtype!r}")
     weights = {p.dtype for p in model.parameters() if p.requires_grad}
     own = max(weights, key=lambda kind: torch.finfo(kind).bits)
     if dtype is not None:

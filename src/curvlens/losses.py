@@ -209,7 +209,7 @@ class PerToken(Loss):
         self, function: Callable[[Tensor, Tensor], Tensor], name: str | None = None, features: int = 1
     ):
         self.function, self.features = function, features
-        self.name = name or str(getattr(function, "__name__", "loss"))
+        self.name = name or str(getattr(function, "__name__", type(function).__name__))
 
     def terms(self, output: Tensor, target: Tensor) -> Tensor:
         terms = self.function(output, target)

@@ -142,8 +142,8 @@ class Operator(ABC):
     def __matmul__(self, other):  # type: ignore[no-untyped-def]
         """Products with a vector `[columns]`, vectors `[columns, K]`, `{name: tensor}`, or another operator.
 
-        Names are those of blocks or of the model's parameters; names left out are zero. The result is of the
-        same kind.
+        Names are those of blocks, of their heads, or of the model's parameters; names left out are zero. The result
+        is of the same kind: a head comes back within its block.
         """
         if isinstance(other, Operator):
             return Product(self, other)
@@ -166,14 +166,17 @@ class Operator(ABC):
     def _apply_named(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for tensor in parts.values():
             self._check(tensor)
-        if parts and all(name in self.domain for name in parts):
+        heads = self.domain.heads()
+        if parts and all(name in self.domain or name in heads for name in parts):
             return self.codomain.split(self.apply(self.domain.join(parts)[None])[0])
         shapes = self.domain.parameters
         unknown = [name for name in parts if name not in shapes]
         if unknown or not parts:
+            close = [near for name in unknown for near in self.domain.close_to(name)[:1] if near != name]
             raise KeyError(
                 f"expected names of blocks ({self.domain.names[0]!r}, …) or of parameters "
                 f"({', '.join(map(repr, list(shapes)[:1]))}, …), got {unknown or 'none'}"
+                f"{f'; did you mean {close}?' if close else ''}"
             )
         some = next(iter(parts.values()))
         for name, tensor in parts.items():

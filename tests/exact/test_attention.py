@@ -503,3 +503,35 @@ def one_layer(d, k, v, L):
     weights = [torch.randn(d, width, generator=g, dtype=torch.float64) for width in (k, k, v)]
     X, Y = (torch.randn(L, width, generator=g, dtype=torch.float64) for width in (d, v))
     return exact.SelfAttention(*weights), X, Y
+
+
+def test_spectra_of_several_heads_and_in_single_precision():
+    """Where cells share nothing, their spectra are the whole's; and symmetric up to rounding is symmetric."""
+    R = exact.hessian(LAYERS["stack"], BATCHES["one"], randn(4, 4))
+    pairs = R.t_functional.eigenvalues()
+    assert relative(pairs, torch.linalg.eigvalsh(R.t_functional.dense())) < TOLERANCE
+    layer, X, Y = one_layer(30, 4, 20, 40)
+    single = exact.SelfAttention(*(W.float() for W in layer.weights.values()))
+    block = exact.hessian(single, X.float(), Y.float()).outer.block("value")
+    expected = exact.hessian(layer, X, Y).outer.block("value").eigenvalues()
+    # 1e-5: rounding of 6e-8, of sums of 40 tokens and of 30 rows
+    assert relative(block.eigenvalues().double(), expected) < 1e-5
+
+
+def test_parameters_of_a_model_are_taken_as_numbers():
+    layer, X, Y = one_layer(4, 3, 2, 5)
+    trained = exact.SelfAttention(*(torch.nn.Parameter(W) for W in layer.weights.values()))
+    H = exact.hessian(trained, X.clone().requires_grad_(), Y).total
+    assert not H.dense().requires_grad
+    assert torch.equal(H.dense(), exact.hessian(layer, X, Y).total.dense())
+
+
+def test_norms_that_overflow_are_refused():
+    """Linear attention of large tokens: finite outputs of σ³, curvature of σ⁶ and factors beyond float64."""
+    layer, X, Y = one_layer(4, 3, 2, 5)
+    wide = exact.SelfAttention(*layer.weights.values(), activation="linear")
+    R = exact.hessian(wide, 1e80 * X, Y)
+    with pytest.raises(ValueError, match="expected finite entries, got NaN"):
+        R.total.block_norms()
+    with pytest.raises(ValueError, match=r"expected weights \[inputs, outputs\]"):
+        exact.SelfAttention(X[0], X[0], X[0])

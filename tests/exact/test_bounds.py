@@ -84,3 +84,15 @@ def test_large_blocks_are_bounded_without_their_norm():
     layer = exact.SelfAttention(randn(4, 2), randn(4, 2, seed=1), randn(4, 2, seed=2))
     found = exact.bounds(layer, randn(5, 4), randn(5, 2), largest=7)
     assert all(b.true is None and b.ratio is None and b.kronecker >= 0 for b in found)
+
+
+def test_printed_beside_the_truth():
+    layer = exact.SelfAttention(randn(3, 2), randn(3, 2, seed=1), randn(3, 2, seed=2))
+    found = exact.bounds(layer, randn(5, 3), randn(5, 2))
+    lines = str(found).splitlines()
+    assert lines[0].split() == ["part", "block", "true", "Kronecker", "norms"]
+    assert len(lines) == 1 + len(found)
+    value = next(b for b in found if (b.part, b.row, b.column) == ("outer", "value", "value"))
+    line = next(line for line in lines if line.startswith("outer       value, value"))
+    assert f"{value.true:.3e}" in line
+    assert f"({value.kronecker / value.true:.3g})" in line

@@ -86,3 +86,12 @@ def test_any_layer_with_a_closed_form():
     for row in ("up", "down"):
         assert found["outer", row].predicted is None
         assert abs(found["outer", row].fitted - 2) < 1e-10
+
+
+def test_printed_with_local_slopes():
+    found = exact.growth(LAYERS["softmax"], randn(6, 4), randn(6, 5, seed=1))
+    lines = str(found).splitlines()
+    assert "predicted  fitted  slopes between σ = 0.01 and 0.1" in lines[0]
+    line = next(line for line in lines if line.startswith("functional  query, key"))
+    assert "5, 3" in line
+    assert len(line.split()) == 3 + 2 + 1 + 5

@@ -218,7 +218,7 @@ def output_jacobian(land, site, heads_of):
     module, seen = land.model.get_submodule(site.module), []
     handle = module.register_forward_pre_hook(lambda m, a, k: seen.append((a, k)), with_kwargs=True)
     (piece,) = land.pieces()
-    with cl.guards.twice_differentiable(land.device):
+    with cl.guards.twice_differentiable(land.model, land.device):
         land.output(land.parameters(), piece)
     handle.remove()
     args, kwargs = seen[0]
@@ -229,7 +229,7 @@ def output_jacobian(land, site, heads_of):
         found = torch.func.functional_call(module, parameters, args, kwargs)
         return found if isinstance(found, torch.Tensor) else found[0]
 
-    with cl.guards.twice_differentiable(land.device):
+    with cl.guards.twice_differentiable(land.model, land.device):
         jacobian = torch.func.jacrev(output)(own)  # [batch, tokens, o, *shape] each
         g = split_gradient(land, piece, site.output)
     kept = g.ne(0).any(-1)

@@ -16,6 +16,7 @@ from curvlens.report.data import (
     Map,
     Meta,
     Noise,
+    NormGain,
     Number,
     Report,
     Sharpness,
@@ -122,6 +123,7 @@ def large(layers=12, heads=12, seed=0):
             Sharpness("as AdamW sees it", _estimate(7.41e4, 300.0), 6.33e4, "38/η", 6e-4, 5.1e-4),
         ],
         [Noise("loss", [draw.gauss(2.7, 0.1) for _ in range(8)], 2.7, 0.1, 0.035)],
+        [NormGain(g.name, 0.3, 10 ** draw.gauss(0.5, 0.2), 1e-4) for g in groups if g.role == "norm"],
     )  # fmt: skip
 
 

@@ -10,7 +10,10 @@ def test_converge(capsys, tmp_path):
     assert run(["converge", *small, "--json"]) == 0
     out = capsys.readouterr().out
     assert json.loads(out)["samples"] == 4
-    assert run(["converge", *small, "--task", "text", "--out", str(tmp_path / "c.json")]) == 0
+    assert (
+        run(["converge", *small, "--dtype", "float64", "--task", "text", "--out", str(tmp_path / "c.json")])
+        == 0
+    )
     assert "samples (" in capsys.readouterr().out
     assert json.loads((tmp_path / "c.json").read_text())["loss"] == "next-token"
 
@@ -27,10 +30,30 @@ def test_scale_and_resume(capsys, tmp_path):
     assert "data" in capsys.readouterr().out
 
 
+def test_time_that_is_up_keeps_what_there_is(capsys, tmp_path):
+    small = [
+        "--sizes",
+        "2,4,6",
+        "--seeds",
+        "1",
+        "--steps",
+        "1",
+        "--measures",
+        "loss",
+        "--resume",
+        str(tmp_path),
+    ]
+    assert run(["scale", *small, "--max-minutes", "0"]) == 3
+    assert "1 models, 2 more not measured: the time was up" in capsys.readouterr().out
+    assert run(["scale", *small]) == 0
+    assert "scaling, 3 models\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["scale", "--axis", "heads"], "expected the axis 'width' or 'depth', got 'heads'"),
+        (["scale", "--dtype", "half"], "expected the dtype float32 or float64, got 'half'"),
         (["scale", "--sizes", "many"], "expected whole numbers with commas between, got 'many'"),
         (["scale", "--measures", "weight", "--steps", "0"], "expected measures of loss"),
         (

@@ -105,7 +105,7 @@ def test_spectra_that_the_structure_gives():
         symmetric=True,
     )
     close(D.eigenvalues(), torch.linalg.eigvalsh(D.dense()))
-    with pytest.raises(ValueError, match="block-diagonal operator or one pair"):
+    with pytest.raises(ValueError, match="share no rows or columns"):
         (H + D).eigenvalues()
 
 
@@ -125,3 +125,21 @@ def test_messages():
         BlockOperator({("a", "c"): Dense(randn(2, 3))}, blocks)
     with pytest.raises(ValueError, match="expected a dtype"):
         BlockOperator({}, blocks)
+
+
+def test_eigenvalues_of_cells_that_share_nothing():
+    """Matrices and diagonals on the diagonal, pairs off it; cells that meet are refused."""
+    A = randn(3, 3)
+    A = A + A.T
+    blocks = Blocks.of({"a": (3,), "b": (2,), "c": (2,), "d": (3,)})
+    a, b, c, d = (Blocks([block]) for block in blocks)
+    cells = {
+        ("a", "a"): Dense(A, a),
+        ("b", "b"): Diagonal(torch.tensor([5.0, -7.0], dtype=torch.float64), b),
+        ("c", "d"): Dense(randn(2, 3, seed=1), c, d),
+    }
+    H = BlockOperator(cells, blocks, symmetric=True)
+    close(H.eigenvalues(), torch.linalg.eigvalsh(H.dense()))
+    met = BlockOperator({**cells, ("a", "c"): Dense(randn(3, 2), a, c)}, blocks, symmetric=True)
+    with pytest.raises(ValueError, match="share no rows or columns"):
+        met.eigenvalues()

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from curvlens.blocks import Block, Blocks
 from curvlens.structured import Full, KroneckerSum, LowRank
-from curvlens.structured.kronecker import Term
+from curvlens.structured.terms import Term
 from tests.structured.contract import check_operator, close
 
 sizes = st.integers(1, 4)

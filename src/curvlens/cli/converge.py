@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from curvlens.cli.exits import DONE, expected_input
-from curvlens.cli.options import Device, Json, Out, Quiet, Seed
+from curvlens.cli.options import Device, Dtype, Json, Out, Quiet, Seed
 
 
 def converge(
@@ -21,6 +21,7 @@ def converge(
     tol: Annotated[float, typer.Option(help="By how much more data may move the loss.")] = 1e-3,
     seed: Seed = 0,
     device: Device = None,
+    dtype: Dtype = None,
     out: Out = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -33,9 +34,9 @@ def converge(
     """
     with expected_input():
         from curvlens.scaling import landscape_convergence
-        from curvlens.scaling.families import gpt
+        from curvlens.scaling.families import gpt, number_type
 
-        family = gpt(task, steps=steps, measured=samples, device=device or "cpu")  # type: ignore[arg-type]
+        family = gpt(task, steps=steps, measured=samples, device=device or "cpu", dtype=number_type(dtype))  # type: ignore[arg-type]
         land = family(width, 512, seed)
         result = landscape_convergence(land, None, sigma=sigma, draws=draws, dims=dims, seed=seed)
         needed = [result.needed(tol, kind, seed=seed) for kind in ("step", "rest")]

@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from curvlens.cli.exits import DONE, expected_input
-from curvlens.cli.options import Device, Json, Out, Quiet, Resume, Seed
+from curvlens.cli.exits import DONE, INCOMPLETE, expected_input
+from curvlens.cli.options import Device, Dtype, Json, MaxMinutes, Out, Quiet, Resume, Seed
 
 
 def scale(
@@ -23,6 +23,8 @@ def scale(
     ] = "loss,sharpness,trace,frobenius",
     seed: Seed = 0,
     device: Device = None,
+    dtype: Dtype = None,
+    max_minutes: MaxMinutes = None,
     out: Out = None,
     resume: Resume = None,
     json: Json = False,
@@ -35,24 +37,26 @@ def scale(
     """
     with expected_input():
         from curvlens.scaling import scaling
-        from curvlens.scaling.families import gpt
+        from curvlens.scaling.families import gpt, number_type
 
         grown = _numbers(
             sizes or {"width": "8,12,16,24", "depth": "1,2,3,4", "data": "32,64,128,256"}.get(axis, "1")
         )
         kind = "width" if axis == "data" else axis
-        family = gpt(task, kind, steps=steps, device=device or "cpu")  # type: ignore[arg-type]
+        family = gpt(task, kind, steps=steps, device=device or "cpu", dtype=number_type(dtype))  # type: ignore[arg-type]
         models, data = ([16], grown) if axis == "data" else (grown, [256])
         path = None if resume is None else resume / "scale.jsonl"
         chosen = [name.strip() for name in measures.split(",")]
-        result = scaling(family, models, data, range(seed, seed + seeds), chosen, path=path)
+        result = scaling(
+            family, models, data, range(seed, seed + seeds), chosen, path=path, max_minutes=max_minutes
+        )
     if out is not None:
         result.to_json(out)
     if json:
         typer.echo(result.to_json())
     elif not quiet or out is None:
         typer.echo(str(result))
-    raise typer.Exit(DONE)
+    raise typer.Exit(INCOMPLETE if result.missing else DONE)
 
 
 def _numbers(text: str) -> list[int]:

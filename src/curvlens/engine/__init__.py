@@ -75,7 +75,11 @@ def product(
     options, kept = options or Options(), Kept() if kept is None else kept
     if engine != "layered":  # which probes a sample: the logits of a whole batch may not fit
         land.probe()
-    with guards.twice_differentiable(land.device), guards.explained(), matmul_precision(options.precision):
+    with (
+        guards.twice_differentiable(land.model, land.device),
+        guards.explained(),
+        matmul_precision(options.precision),
+    ):
         stack = stack.clone() if stack.is_inference() else stack
         while True:
             try:
@@ -91,7 +95,7 @@ def product(
                         'use engine="layered", shorter sequences, or fewer rows and columns by .block(...)'
                     ) from error
             remember(land, room)  # here the failed attempt holds nothing any more
-    land.require_finite(result, "product")
+    land.require_finite(result, "product", given=stack)
     return result
 
 

@@ -33,7 +33,7 @@ def cut(land: Landscape) -> Cut:
     """The cut of a landscape's model; `Uncut` if there is none. Found and verified with one sample of its data."""
     if land not in _cuts:
         try:
-            with guards.twice_differentiable(land.device):
+            with guards.twice_differentiable(land.model, land.device):
                 _cuts[land] = _find(land)
         except Uncut as reason:
             _cuts[land] = reason

@@ -122,7 +122,7 @@ class _Trials:
                 self.engine, land, self.quantity.started(), piece, land.blocks, land.blocks, stack
             )
 
-        with guards.twice_differentiable(land.device), guards.explained():
+        with guards.twice_differentiable(land.model, land.device), guards.explained():
             run()  # what is found, checked or built once
             peak = recorded_peak(run, land.device)
             seconds = min(_seconds(run, land.device) for _ in range(2))

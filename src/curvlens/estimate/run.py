@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -125,6 +126,14 @@ class Run:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, self.path)
+        except OSError as error:  # a full disk: what is measured is not lost, only the way back
+            warnings.warn(f"the state is not kept in {self.path}: {error.strerror or error}", stacklevel=2)
+            self.path = None
+        except RuntimeError as error:  # the same, as torch.save puts it
+            if "inline_container" not in str(error) and "PytorchStreamWriter" not in str(error):
+                raise
+            warnings.warn(f"the state is not kept in {self.path}: is the disk full?", stacklevel=2)
+            self.path = None
         finally:
             temporary.unlink(missing_ok=True)
         self._unsaved = None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlens.blocks import Blocks
 from curvlens.estimate.lanczos import Eigenpairs, eigsh
 from curvlens.operator import Operator
 
@@ -127,6 +128,59 @@ def preconditioner_scale(
         )
         parts[name] = (float(group["lr"]) / rate / P.detach().to(torch.float64)).sqrt()
     return H.domain.from_parameters(parts), factor / rate, formula
+
+
+def stable_curvature(
+    H: Operator, optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor] | None = None
+) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+    """`D` and `Λ`, flat over the blocks of H, and the rules behind `D`: the optimizer is stable where `H + Λ ≺ D`.
+
+    `D` is the largest curvature that is stable along each entry: the threshold of its own group's rate and momentum,
+    times P. `Λ` is weight decay's own curvature: λ where it is added to the gradient; where it is taken off the weights
+    (AdamW), `λ P (1 + β1) / (1 - β1)`, as it passes by the momentum. Rates and momenta may differ between groups: the
+    characteristic equation of each optimizer here, `H x + c(z) x = 0` with a diagonal c, has roots on the unit circle
+    at `z = ±1` alone, and `c(-1) = -D` (plus Λ).
+    """
+    diagonal, rule = _known(optimizer)
+    limits, decays, rules = {}, {}, []
+    for name, (parameter, group) in _groups(H, optimizer, names).items():
+        factor, formula = rule(group)
+        P = (
+            torch.ones_like(parameter)
+            if diagonal is None
+            else _diagonal(diagonal, optimizer, name, parameter, group)
+        )
+        P = P.detach().double()
+        rate, decay = float(group["lr"]), float(group.get("weight_decay", 0))
+        limits[name] = factor * P / rate if rate > 0 else torch.full_like(P, math.inf)
+        aside = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay", False)
+        decays[name] = decay * P * factor / 2 if aside else torch.full_like(P, decay)
+        rules += [formula] if formula not in rules else []
+    blocks = H.domain
+    return blocks.from_parameters(limits), blocks.from_parameters(decays), tuple(rules)
+
+
+def inverse_root(
+    blocks: Blocks, optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]
+) -> Tensor | None:
+    """`P^{-1/2}`, flat over the blocks; None for an optimizer without a P that is known.
+
+    Parameters that it has not stepped yet have P = 1.
+    """
+    try:
+        diagonal, _ = _known(optimizer)
+    except TypeError:
+        return None
+    if diagonal is None:
+        return None
+    homes = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    parts = {}
+    for name in blocks.parameters:
+        p = names[name]
+        state = optimizer.state.get(p)
+        P = diagonal(state, homes[id(p)]) if state else torch.ones_like(p, dtype=torch.float64)
+        parts[name] = P.rsqrt()
+    return blocks.from_parameters(parts)
 
 
 def _groups(

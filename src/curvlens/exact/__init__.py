@@ -1,6 +1,7 @@
 """Closed forms: exact Hessians of layers, as operators with exact norms, traces and dense blocks."""
 
-from curvlens.exact.attention import SelfAttention
+from curvlens.exact import literal
+from curvlens.exact.attention import SelfAttention, rotary
 from curvlens.exact.attention_map import Elementwise, RowMap
 from curvlens.exact.block import TransformerBlock, stack
 from curvlens.exact.block_bounds import BlockBounds, block_bounds
@@ -38,9 +39,11 @@ __all__ = [
     "growth",
     "heads",
     "hessian",
+    "literal",
     "moments",
     "predicted_exponents",
     "propagation",
+    "rotary",
     "stack",
     "t_rank_bound",
 ]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvlens.blocks import Block, Blocks
 from curvlens.exact.attention_map import NAMED, AttentionMap, Mask
-from curvlens.exact.result import LossAt, Result, Sequences, Tokens
+from curvlens.exact.result import LossAt, Result, Sequences, Tokens, numbers
 
 
 class SelfAttention:
@@ -27,6 +27,11 @@ class SelfAttention:
     `activation`: `"softmax"`, `"linear"`, `"sigmoid"`, an `Elementwise` or a `RowMap`. `mask` (True: may attend) is
     `[L, L]`, a padding mask of keys `[L]` or `[batch, L]`, `[batch, L, L]`, or a list of one a sequence; `causal`
     adds the usual one. A row that may attend to nothing gives zero. Biases are `[k]` or `[H k]` or `[H, k]`.
+
+    `turns` `[L, k, k]` stand between projection and scores, `T_ij = (R_i q_i)·(R_j k_j) / (t √d_K)`, in every head:
+    rotary positions are `turns=rotary(L, k)`. A key then acts by a turn of its own in every row, so that blocks are no
+    sums of one Kronecker product a token any more: the Hessian's products stay exact, its norms and traces take one
+    product a column.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class SelfAttention:
         scale: float | None = None,
         causal: bool = False,
         mask: Tensor | Sequence[Tensor] | None = None,
+        turns: Tensor | None = None,
     ):
         if W_V is None or (W_QK is None) == (W_Q is None) or (W_Q is None) != (W_K is None):
             raise ValueError("expected W_Q, W_K and W_V, or W_QK and W_V")
@@ -60,6 +66,10 @@ class SelfAttention:
             )
         first = W_QK if W_Q is None else W_Q
         assert first is not None
+        if first.dim() not in (2, 3):
+            raise ValueError(
+                f"expected weights [inputs, outputs] or [heads, inputs, outputs], got {list(first.shape)}"
+            )
         self.stacked = first.dim() == 3
         count = len(first) if self.stacked else heads or 1
         if heads is not None and heads != count:
@@ -67,8 +77,8 @@ class SelfAttention:
         self.heads = count
         single = {"query_key": (W_QK, None)} if W_Q is None else {"query": (W_Q, b_Q), "key": (W_K, b_K)}
         given = {**single, "value": (W_V, b_V), "out": (W_O, b_O)}
-        self.weights = {kind: W for kind, (W, _) in given.items() if W is not None}
-        self.biases = {kind: b for kind, (_, b) in given.items() if b is not None}
+        self.weights = numbers({kind: W for kind, (W, _) in given.items() if W is not None})
+        self.biases = numbers({kind: b for kind, (_, b) in given.items() if b is not None})
         self.d = first.shape[-2]
         width = first.shape[-1] // (1 if self.stacked else count)
         if W_K is not None and W_K.dim() == first.dim() and W_K.shape[-1] % max(width, 1):
@@ -84,6 +94,7 @@ class SelfAttention:
         default = 1.0 if W_Q is None else 1 / math.sqrt(width)
         self.scale = (default if scale is None else scale) / temperature
         self.causal, self.mask = causal, mask
+        self.turns = None if turns is None else turns.detach()
         self._check_shapes()
 
     def _count(self, kind: str, W: Tensor, width: int) -> int:
@@ -117,6 +128,16 @@ class SelfAttention:
             wanted_shape = (self.groups[kind], columns) if self.stacked and kind != "out" else (columns,)
             if tuple(b.shape) != wanted_shape:
                 raise ValueError(f"bias of {kind}: expected shape {list(wanted_shape)}, got {list(b.shape)}")
+        if self.turns is not None:
+            if "query_key" in self.weights:
+                raise ValueError(
+                    "expected no turns with W_QK: the single-matrix form has no queries and keys"
+                )
+            k = self.weights["query"].shape[-1] // (1 if self.stacked else self.heads)
+            if self.turns.dim() != 3 or tuple(self.turns.shape[1:]) != (k, k):
+                raise ValueError(
+                    f"expected turns [L, {k}, {k}], one a position, got {list(self.turns.shape)}"
+                )
 
     @property
     def _value_width(self) -> int:
@@ -252,7 +273,10 @@ class SelfAttention:
     def _project(self, x: Tensor, kind: str, h: int) -> Tensor:
         b = self.bias(kind, h)
         projected = x @ _require(self.head(kind, h))
-        return projected if b is None else projected + b
+        projected = projected if b is None else projected + b
+        if self.turns is None:
+            return projected
+        return torch.einsum("lab,...lb->...la", self.turns[: x.shape[-2]], projected)
 
     def masks(self, tokens: Tokens) -> list[Mask]:
         """The mask `[L, L]` of each sequence, or None."""
@@ -299,6 +323,10 @@ class SelfAttention:
             raise ValueError(
                 f"expected tokens of width {self.d}, as the weights have rows, got {tokens.stacked.shape[1]}"
             )
+        if self.turns is not None and max(tokens.lengths) > len(self.turns):
+            raise ValueError(
+                f"expected sequences of at most {len(self.turns)} tokens, as there are turns, got {max(tokens.lengths)}"
+            )
         if tokens.stacked.dtype != W.dtype or tokens.stacked.device != W.device:
             raise TypeError(
                 f"expected tokens of {W.dtype} on {W.device}, as the weights are, got {tokens.stacked.dtype} "
@@ -309,7 +337,24 @@ class SelfAttention:
         from curvlens.exact.attention_hessian import attention_hessian
 
         self._check_tokens(tokens)
+        if self.turns is not None:
+            from curvlens.exact.attention_jet import AttentionLayer
+
+            return AttentionLayer(self)._hessian(tokens, loss, **options)
         return attention_hessian(self, tokens, loss, **options)
+
+
+def rotary(L: int, k: int, base: float = 10000.0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The turns `[L, k, k]` of rotary positions: at position i, entries `f` and `f + k/2` turn by `i base^(-2f/k)`.
+
+    Entries that stand side by side instead, as in some models, are these after a permutation of the weights' columns.
+    """
+    if k % 2:
+        raise ValueError(f"expected heads of an even width for rotary positions, got {k}")
+    rates = base ** (-2 * torch.arange(k // 2, dtype=torch.float64) / k)
+    angles = torch.arange(L, dtype=torch.float64)[:, None] * rates
+    cos, sin = torch.diag_embed(angles.cos()), torch.diag_embed(angles.sin())
+    return torch.cat([torch.cat([cos, -sin], dim=2), torch.cat([sin, cos], dim=2)], dim=1).to(dtype)
 
 
 def _require(W: Tensor | None) -> Tensor:

@@ -38,6 +38,7 @@ def side_by_side(attention: SelfAttention) -> SelfAttention:
         scale=attention.scale,
         causal=attention.causal,
         mask=attention.mask,
+        turns=attention.turns,
     )
 
 

@@ -44,6 +44,11 @@ class Groups:
         return [r[None] for r in rows.split([x.shape[1] for x, _ in self.parts])]
 
 
+def _mean(rows: RowMoments, A: Tensor, x: Tensor) -> Tensor:
+    """`A x`, which centred moments have made."""
+    return rows.mean(x) if isinstance(rows, WeightedMoments) and rows.centred else A @ x
+
+
 def joined(parts: list[Tensor]) -> Tensor:
     """`[b, L, ...]` of every group as `[n, ...]`."""
     return parts[0].flatten(0, 1) if len(parts) == 1 else torch.cat([p.flatten(0, 1) for p in parts])
@@ -104,7 +109,8 @@ class Head:
     @cached_property
     def M1(self) -> Tensor:
         """`Σ_j A_ij x_j`, `[n, d]`."""
-        return joined([A @ x for A, (x, _) in zip(self.A, self.groups.parts, strict=True)])
+        parts = zip(self.A, self.rows, self.groups.parts, strict=True)
+        return joined([_mean(rows, A, x) for A, rows, (x, _) in parts])
 
     @cached_property
     def mixed(self) -> Tensor:
@@ -163,8 +169,15 @@ class Head:
         return [rows.back(u) for rows, u in zip(self.rows, self.u, strict=True)]
 
     @cached_property
+    def third_weights(self) -> list[Tensor]:
+        """The weights of the third moment; for softmax and elementwise maps `[b, L, L]`."""
+        return [rows.third_weights(u) for rows, u in zip(self.rows, self.u, strict=True)]
+
+    @cached_property
     def h(self) -> Tensor:
-        """`M2_i w_i`, `[n, d]`."""
+        """`M2_i w_i = N_i W_O g_i`, `[n, d]`."""
+        if "N" in self.__dict__:
+            return (self.N @ self.g_value[..., None])[..., 0]
         return self._over(lambda rows, i: rows.pull(self.u[i], self._x(i)))
 
     @cached_property
@@ -175,7 +188,7 @@ class Head:
     @cached_property
     def M3(self) -> Tensor:
         """`M3_i[w_i]`, `[n, d, d]`."""
-        return self._over(lambda rows, i: rows.third(self._x(i), self._x(i), self.u[i]))
+        return self._over(lambda rows, i: rows.third(self._x(i), self._x(i), self.third_weights[i]))
 
     @cached_property
     def KM3(self) -> Tensor:
@@ -183,7 +196,7 @@ class Head:
         if not self.expand:
             return self.K.T @ self.M3
         keys = self.groups.split(self.x @ self.K)
-        return self._over(lambda rows, i: rows.third(keys[i], self._x(i), self.u[i]))
+        return self._over(lambda rows, i: rows.third(keys[i], self._x(i), self.third_weights[i]))
 
     @cached_property
     def KM3K(self) -> Tensor:
@@ -191,7 +204,7 @@ class Head:
         if not self.expand or "KM3" in self.__dict__:
             return self.KM3 @ self.K
         keys = self.groups.split(self.x @ self.K)
-        return self._over(lambda rows, i: rows.third(keys[i], keys[i], self.u[i]))
+        return self._over(lambda rows, i: rows.third(keys[i], keys[i], self.third_weights[i]))
 
     # -- Σ_i M2_i ⊗ Z_i and Σ_i M3_i ⊗ Z_i with nothing of size d² a token: sums over keys
 
@@ -212,9 +225,8 @@ class Head:
         `Σ_j x_j x_jᵀ ⊗ (Σ_i β_ij left_i right_iᵀ) − Σ_i (h_i m_iᵀ + m_i h_iᵀ) ⊗ left_i right_iᵀ`.
         """
         x, m = self._about_mean
-        weights = [rows.third_weights(u) for rows, u in zip(self._weighted, self.u, strict=True)]
         terms: list[tuple[LowRank, Full | LowRank]] = [
-            (LowRank(x, x), Full(self._spread(weights, left, right)))
+            (LowRank(x, x), Full(self._spread(self.third_weights, left, right)))
         ]
         if m is None:
             return terms

@@ -30,8 +30,8 @@ from curvlens.exact.attention_product import AttentionOperator
 from curvlens.exact.result import LossAt, Result, TokenLoss, Tokens
 from curvlens.structured import BlockOperator, KroneckerSum
 from curvlens.structured.grid import Cell
-from curvlens.structured.kronecker import Term
 from curvlens.structured.stacks import CHUNK, Full, LowRank, Stack
+from curvlens.structured.terms import Term
 
 KINDS = ("query_key", "query", "key", "value", "out")
 
@@ -94,7 +94,7 @@ def attention_hessian(layer: SelfAttention, tokens: Tokens, loss: LossAt) -> Att
 
 
 def _check_finite(F: Tensor, heads: list[Head]) -> None:
-    if F.isfinite().all():
+    if F.sum().isfinite() or F.isfinite().all():  # the sum is quick, but may overflow
         return
     row = int((~F.isfinite()).any(1).nonzero()[0])
     largest = max(float(part.abs().max()) for head in heads for part in (head.x, head.q, head.keys))
@@ -111,6 +111,7 @@ class AttentionCurvature:
         self.layer, self.heads, self.loss = layer, heads, loss
         self.names = layer.cells()
         self.blocks: dict[str, Block] = {block.name: block for block in layer.blocks.heads()}
+        self._jacobians: dict[str, list[Jacobian]] = {}
         self._stacks: dict[tuple[object, ...], Stack] = {}
         self._products: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
 
@@ -128,9 +129,12 @@ class AttentionCurvature:
 
     def outer(self, row: str, column: str) -> list[Term]:
         """`Σ_i J_iᵀ B_i J_i'`, over all pairs of heads that share the blocks."""
-        return [self._outer_term(a, b) for a in self._jacobians(row) for b in self._jacobians(column)]
+        for name in (row, column):
+            if name not in self._jacobians:
+                self._jacobians[name] = self._jacobians_of(name)
+        return [self._outer_term(a, b) for a in self._jacobians[row] for b in self._jacobians[column]]
 
-    def _jacobians(self, name: str) -> list[Jacobian]:
+    def _jacobians_of(self, name: str) -> list[Jacobian]:
         kind, number, is_bias = self.names[name]
         if kind == "out":
             head = self.heads[number]

@@ -43,13 +43,13 @@ class Roles:
 
     @classmethod
     def of(cls, layer: SelfAttention, x: Tensor, g: Tensor) -> Roles:
-        usual = not layer.stacked and "query_key" not in layer.weights
+        usual = not layer.stacked and "query_key" not in layer.weights and layer.turns is None
         if not (
             usual and isinstance(layer.activation, Softmax) and set(layer.groups.values()) == {layer.heads}
         ):
             raise ValueError(
                 "expected softmax attention with W_Q and W_K, heads side by side, and as many key and value heads as "
-                "query heads for these matrices; for others take AttentionLayer(layer).input_hessian(x, g)"
+                "query heads, not turned, for these matrices; for others take AttentionLayer(layer).input_hessian(x, g)"
             )
         jet = AttentionJet(layer, Tokens(x, (len(x),)))
         q, k, v, A, o = (part[0] for part in (jet.q, jet.k, jet.v, jet.A, jet.o))  # [h, L, …]

@@ -5,7 +5,8 @@ as key and as value, all three through affine maps, so its derivatives are those
 
     f(q, k, v) = A v,   with   Ṡ = s (q̇ kᵀ + q k̇ᵀ),   Ȧ = (∂a) Ṡ,   ȯ = Ȧ v + A v̇,
 
-followed by those maps. With the gradient `do` at `o = A v`, `dA = do vᵀ` and `dS = (∂a)ᵀ dA`, the gradients are
+followed by those maps, and by the turns of queries and keys where there are any. With the gradient `do` at `o = A v`,
+`dA = do vᵀ` and `dS = (∂a)ᵀ dA`, the gradients are
 `dq = s dS k`, `dk = s dSᵀ q`, `dv = Aᵀ do`, and their derivatives
 
     dȦ = ḋo vᵀ + do v̇ᵀ,   dṠ = (∂a)ᵀ dȦ + (Σ_j dA_j ∂²a_j) Ṡ,
@@ -23,6 +24,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from curvlens.blocks import Blocks
 from curvlens.exact.attention import SelfAttention
 from curvlens.exact.attention_forms import FormJet, parts, side_by_side
 from curvlens.exact.attention_map import GeneralMoments, RowMoments
@@ -38,6 +40,11 @@ class AttentionLayer(Layer):
         self.attention, self.weights = attention, parts(attention)
         usual = not attention.stacked and "query_key" not in attention.weights
         self.same = attention if usual else side_by_side(attention)
+
+    @property
+    def blocks(self) -> Blocks:
+        """Those of the attention, with their heads."""
+        return self.attention.blocks
 
     def at(self, tokens: Tokens) -> AttentionJet | FormJet:
         jet = AttentionJet(self.same, tokens)
@@ -116,6 +123,7 @@ class AttentionJet(Jet):
         weights = parts(attention)
         self.by, self.s = Sequences(attention, tokens), attention.scale
         self.groups = attention.groups
+        self.turns = None if attention.turns is None else attention.turns[: self.by.L]
         self.inner = {name: Affine(weights, name, tokens.stacked) for name in ("query", "key", "value")}
         self.q, self.k, self.v = (self.split(name, affine.output) for name, affine in self.inner.items())
         S = self.s * self.q @ self.k.mT
@@ -130,9 +138,15 @@ class AttentionJet(Jet):
             self.output = self.output + weights["out.bias"]
 
     def split(self, name: str, x: Tensor) -> Tensor:
-        return self.by.split(x, self.groups[name])
+        x = self.by.split(x, self.groups[name])
+        if self.turns is None or name == "value":
+            return x
+        return torch.einsum("lab,...lb->...la", self.turns, x)
 
     def join(self, name: str, x: Tensor) -> Tensor:
+        """The adjoint of `split`."""
+        if self.turns is not None and name != "value":
+            x = torch.einsum("lab,...la->...lb", self.turns, x)
         return self.by.join(x, self.groups[name])
 
     def inside(self, tangent: Tangent) -> dict[str, Tensor]:

@@ -102,10 +102,13 @@ class WeightedMoments:
 
     def __init__(self, first: Tensor, second: Tensor, centred: bool):
         self.first, self.second_weights, self.centred = first, second, centred
+        self._mean: tuple[Tensor, Tensor] | None = None
 
     def mean(self, x: Tensor) -> Tensor:
-        """`Σ_j A_ij x_j`, `[b, L, m]`, about which the moments are taken."""
-        return self.first @ x if self.centred else x.new_zeros(*self.first.shape[:2], x.shape[-1])
+        """`Σ_j A_ij x_j`, `[b, L, m]`, about which centred moments are taken; kept for the last `x`."""
+        if self._mean is None or self._mean[0] is not x:
+            self._mean = x, self.first @ x
+        return self._mean[1]
 
     def second(self, left: Tensor, right: Tensor) -> Tensor:
         """`leftᵀ (∂A_i/∂T_i) right`, `[b, L, m, p]`, from `[b, L, m]` and `[b, L, p]`."""
@@ -126,9 +129,9 @@ class WeightedMoments:
     def third_weights(self, u: Tensor) -> Tensor:
         return self.second_weights * self.scores(u)
 
-    def third(self, left: Tensor, right: Tensor, u: Tensor) -> Tensor:
-        """`Σ_j u_ij leftᵀ (∂²A_ij/∂T_i²) right`, `[b, L, m, p]`."""
-        return self._moment(self.third_weights(u), left, right)
+    def third(self, left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
+        """`Σ_j u_ij leftᵀ (∂²A_ij/∂T_i²) right`, `[b, L, m, p]`, with the `third_weights` of `u`."""
+        return self._moment(weights, left, right)
 
     def push(self, dT: Tensor) -> Tensor:
         """`(∂A_i/∂T_i) dT_i`, `[..., b, L, L]`; its own transpose for these maps."""
@@ -187,8 +190,8 @@ class GeneralMoments:
     def pull(self, u: Tensor, x: Tensor) -> Tensor:
         return self.back(u) @ x
 
-    def third(self, left: Tensor, right: Tensor, u: Tensor) -> Tensor:
-        return left.mT[:, None] @ self._second(u) @ right[:, None]
+    def third(self, left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
+        return left.mT[:, None] @ weights @ right[:, None]
 
     def push(self, dT: Tensor) -> Tensor:
         return (self.first @ dT[..., None])[..., 0]

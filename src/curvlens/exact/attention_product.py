@@ -127,9 +127,9 @@ def fixed(head: Head) -> list[Fixed]:
         keys = s * (head.keys[:, : head.layer.d] if head.single else head.keys)
         groups = zip(split(head.values), split(keys), split(head.q), split(head.g_value), strict=True)
         head.fixed = []
-        for group, rows, u in zip(groups, head.rows, head.u, strict=True):
+        for group, weights in zip(groups, head.third_weights, strict=True):
             v, k, q, g = (x[0] if len(x) == 1 else x for x in group)
-            head.fixed.append(Fixed(v, k, q, g, rows.third_weights(u)))
+            head.fixed.append(Fixed(v, k, q, g, weights))
     return head.fixed
 
 

@@ -272,8 +272,9 @@ def _attention_slopes(jet: AttentionJet) -> First:
 
 
 def _shared(jet: AttentionJet, name: str) -> float:
-    """How a head repeated for `m` query heads is felt by them together: `√m` times as much."""
-    return math.sqrt(jet.by.heads / jet.groups[name])
+    """How a head repeated for `m` query heads is felt by them together, `√m` times as much; and what turns stretch."""
+    repeated = math.sqrt(jet.by.heads / jet.groups[name])
+    return repeated if jet.turns is None or name == "value" else repeated * _norm(jet.turns).max().item()
 
 
 def _centred(x: Tensor, jet: AttentionJet) -> Tensor:

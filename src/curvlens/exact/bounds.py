@@ -25,6 +25,7 @@ import torch
 
 from curvlens.exact.attention import SelfAttention
 from curvlens.exact.attention_hessian import AttentionResult
+from curvlens.exact.attention_jet import AttentionLayer
 from curvlens.exact.attention_map import Softmax
 from curvlens.exact.block_bounds import BlockBounds, block_bounds
 from curvlens.exact.jet import Layer
@@ -50,10 +51,32 @@ class Bound(NamedTuple):
         return min(self.kronecker, self.norms if self.norms is not None else self.kronecker) / self.true
 
 
+class Bounds(list[Bound]):
+    """The bounds of every block; `print` shows them beside the true norms."""
+
+    def __str__(self) -> str:
+        width = max(len(f"{b.row}, {b.column}") for b in self)
+        lines = [f"{'part':10}  {'block':{width}}  {'true':9}  {'Kronecker':18}  norms"]
+        for b in self:
+            true = "-" if b.true is None else f"{b.true:.3e}"
+            cells = [_beside(b.kronecker, b.true), _beside(b.norms, b.true)]
+            lines.append(
+                f"{b.part:10}  {f'{b.row}, {b.column}':{width}}  {true:9}  {cells[0]:18}  {cells[1]}".rstrip()
+            )
+        return "\n".join(lines)
+
+
+def _beside(bound: float | None, true: float | None) -> str:
+    """A bound, and in brackets how many times the true norm it is."""
+    if bound is None:
+        return "-"
+    return f"{bound:.3e} ({bound / true:.3g})" if true else f"{bound:.3e}"
+
+
 @overload
 def bounds(
     layer: SelfAttention, X: Sequences, Y: Sequences | None = None, *, largest: int = 4096, **loss: Any
-) -> list[Bound]: ...
+) -> Bounds: ...
 
 
 @overload
@@ -69,19 +92,21 @@ def bounds(
     *,
     largest: int = 4096,
     **loss: Any,
-) -> list[Bound] | BlockBounds:
+) -> Bounds | BlockBounds:
     """Bounds of every block of both parts and of their sum, and of the whole (named "all"), see `Bound`.
 
     The true norm takes a singular value decomposition: it is given for blocks with at most `largest` rows and columns.
     For a Transformer block, a chain of layers or one of their sublayers, see `block_bounds`.
     """
+    if isinstance(layer, SelfAttention) and layer.turns is not None:
+        layer = AttentionLayer(layer)
     if isinstance(layer, Layer):
         sizes = [block.size for block in layer.blocks]
         return block_bounds(layer, X, Y, true=max(sizes) <= largest, **loss)
     R = hessian(layer, X, Y, **loss)
     assert isinstance(R, AttentionResult)
     by_norms = norm_bounds(R)
-    found = []
+    found = Bounds()
     for part, H in (("outer", R.outer), ("functional", R.functional), ("total", R.total)):
         names = H.codomain.names
         table = torch.zeros(len(names), len(names), dtype=torch.float64)

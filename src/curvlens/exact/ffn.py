@@ -19,7 +19,7 @@ from curvlens.blocks import Blocks
 from curvlens.exact.activations import activation as named_activation
 from curvlens.exact.jet import Back, Bend, Jet, Layer, Tangent
 from curvlens.exact.linear import Affine
-from curvlens.exact.result import LossAt, Result, Tokens
+from curvlens.exact.result import LossAt, Result, Tokens, numbers
 from curvlens.exact.tokenwise import Site, identity, outer
 from curvlens.operator import Operator
 from curvlens.structured import BlockOperator, KroneckerSum
@@ -42,7 +42,11 @@ class FeedForward(Layer):
     ):
         matrices = {"up": up, "down": down} if gate is None else {"up": up, "gate": gate, "down": down}
         biases = dict(biases or {})
-        if up.shape[1] != down.shape[0] or (gate is not None and gate.shape != up.shape):
+        if (
+            any(w.dim() != 2 for w in matrices.values())
+            or up.shape[1] != down.shape[0]
+            or (gate is not None and gate.shape != up.shape)
+        ):
             raise ValueError(
                 "expected up [d, m], down [m, e] and gate as up, got "
                 + ", ".join(f"{name} {list(w.shape)}" for name, w in matrices.items())
@@ -55,6 +59,7 @@ class FeedForward(Layer):
             self.weights[name] = matrix
             if name in biases:
                 self.weights[f"{name}.bias"] = biases[name]
+        self.weights = numbers(self.weights)
         self.gated = gate is not None
         self.activation = named_activation(activation)
 

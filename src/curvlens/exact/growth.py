@@ -34,6 +34,24 @@ class GrowthLaw(NamedTuple):
     slopes: Tensor
 
 
+class Growth(list[GrowthLaw]):
+    """The laws of every block that is not zero; `print` shows exponents and local slopes."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "no block but zeros"
+        width = max(len(f"{law.row}, {law.column}") for law in self)
+        sigma = self[0].scales
+        head = f"slopes between σ = {sigma[0]:.3g} and {sigma[-1]:.3g}"
+        lines = [f"{'part':10}  {'block':{width}}  predicted  fitted  {head}"]
+        for law in self:
+            predicted = "-" if law.predicted is None else ", ".join(map(str, law.predicted))
+            slopes = "  ".join(f"{slope:6.3f}" for slope in law.slopes)
+            block = f"{law.row}, {law.column}"
+            lines.append(f"{law.part:10}  {block:{width}}  {predicted:9}  {law.fitted:6.3f}  {slopes}")
+        return "\n".join(lines)
+
+
 def predicted_exponents(layer: Any) -> dict[str, dict[Pair, tuple[int, ...]]]:
     """Exponents of σ in each block's Frobenius norm, for a fixed gradient at the output.
 
@@ -68,7 +86,7 @@ def growth(
     scales: Sequence[float] | Tensor | None = None,
     fixed_gradient: bool = False,
     **loss: Any,
-) -> list[GrowthLaw]:
+) -> Growth:
     """Predicted and fitted exponents of every block that is not zero, for tokens `σ X` over a range of `σ`.
 
     A law holds where its own term dominates, so the range is part of the answer; the default is σ from 0.01 to 0.1.
@@ -92,11 +110,11 @@ def growth(
                 for column in names[i:]:
                     norms.setdefault((part, row, column), []).append(frobenius(H.block(row, column)))
     predicted = predicted_exponents(layer)
-    return [
+    return Growth(
         _law(key, sigma, torch.stack(values).to(torch.float64), predicted)
         for key, values in norms.items()
         if float(torch.stack(values).min()) > 0
-    ]
+    )
 
 
 def _law(

@@ -55,7 +55,8 @@ def capture(
     land: Landscape, piece: Batch, sites: list[AttentionSite]
 ) -> dict[str, list[Sequence] | Unsupported]:
     """The sequences that each site has seen, by its name; or why it cannot be analysed. Cost: one gradient."""
-    with guards.undisturbed(land.device), sdpa_kernel(_BACKENDS):  # first derivatives alone
+    # first derivatives alone
+    with guards.undisturbed(land.model, land.device), sdpa_kernel(_BACKENDS):
         parameters = {name: p.requires_grad_() for name, p in land.parameters().items()}
         with _watched(land, sites) as seen:
             value = land.loss.value(land.output(parameters, piece), piece.target) / land.weight

@@ -113,6 +113,10 @@ def heads(
     queries and keys, see `Heads.omitted`. Means of entropy and moments are over the queries that the loss depends on.
     Cost: one gradient, and for one sequence of L tokens about `6 L³` multiplications a head.
     """
+    if not isinstance(land, Landscape):
+        raise TypeError(
+            f"expected a Landscape, got {type(land).__name__}; give cl.Landscape(model, batches, loss=...)"
+        )
     sites = families.attention_sites(land.model)
     if not sites:
         raise ValueError(

@@ -26,7 +26,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from curvlens.blocks import Blocks
+from curvlens.blocks import Block, Blocks
 from curvlens.exact.result import LossAt, Result, Sequences, TokenLoss, Tokens
 from curvlens.operator import Operator
 
@@ -121,8 +121,9 @@ class JetResult(Result):
 
 def space_of(layer: Layer, tokens: Tokens, with_input: bool) -> Blocks:
     """The layer's weights, and "input" after them if asked for."""
-    shapes = {name: weight.shape for name, weight in layer.weights.items()}
-    return Blocks.of({**shapes, "input": tokens.stacked.shape} if with_input else shapes)
+    if not with_input:
+        return layer.blocks
+    return Blocks([*layer.blocks, Block("input", tuple(tokens.stacked.shape))])
 
 
 def loss_hessian(at: TokenLoss) -> Quadratic:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from curvlens.exact.jet import Back, Bend, Jet, Layer, Tangent, over_tokens
-from curvlens.exact.result import LossAt, Result, Tokens
+from curvlens.exact.result import LossAt, Result, Tokens, numbers
 from curvlens.exact.tokenwise import Site, identity, outer, zero
 
 
@@ -55,7 +55,7 @@ class Linear(Layer):
                 f"expected weight [inputs, outputs] and bias [outputs] or None, got {list(weight.shape)} and "
                 f"{None if bias is None else list(bias.shape)}"
             )
-        self.weights = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+        self.weights = numbers({"weight": weight} if bias is None else {"weight": weight, "bias": bias})
 
     def at(self, tokens: Tokens) -> LinearJet:
         return LinearJet(Affine(self.weights, "weight", tokens.stacked, "bias"))

@@ -153,6 +153,7 @@ def _setting(
     layer: SelfAttention, X: Tensor, Y: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, float, float]:
     known = {"query", "key", "value"} == set(layer.weights) and layer.heads == 1 and not layer.biases
+    known = known and layer.turns is None
     square = known and layer.weights["value"].shape[0] == layer.weights["value"].shape[1]
     if not square or not isinstance(layer.activation, Softmax) or X.dim() != 2:
         raise ValueError(

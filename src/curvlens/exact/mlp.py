@@ -20,7 +20,7 @@ from torch import Tensor
 
 from curvlens.blocks import Blocks
 from curvlens.exact.jet import Back, Bend, Jet, Layer, Tangent, over_tokens
-from curvlens.exact.result import LossAt, Result, Tokens
+from curvlens.exact.result import LossAt, Result, Tokens, numbers
 from curvlens.exact.tokenwise import Site, identity, outer
 from curvlens.operator import Operator
 from curvlens.structured import BlockOperator, KroneckerSum
@@ -30,12 +30,16 @@ class LinearMLP(Layer):
     """`F = x W_1 … W_D`, matrices `[inputs, outputs]`, over blocks "W1" … "WD"."""
 
     def __init__(self, matrices: list[Tensor]):
+        if not matrices or any(matrix.dim() != 2 for matrix in matrices):
+            raise ValueError(
+                f"expected one matrix [inputs, outputs] or more, got shapes {[list(m.shape) for m in matrices]}"
+            )
         for left, right in itertools.pairwise(matrices):
             if left.shape[1] != right.shape[0]:
                 raise ValueError(
                     f"expected matrices that chain, got {[list(matrix.shape) for matrix in matrices]}"
                 )
-        self.weights = {f"W{i}": matrix for i, matrix in enumerate(matrices, 1)}
+        self.weights = numbers({f"W{i}": matrix for i, matrix in enumerate(matrices, 1)})
 
     def at(self, tokens: Tokens) -> LinearMLPJet:
         return LinearMLPJet(self, tokens.stacked)

@@ -60,7 +60,8 @@ class Moments:
 
     def contracted(self, w: Tensor) -> Tensor:
         """`M3_i[w_i]`, `[L, d, d]`, for vectors `w` `[L, d]`."""
-        return self._rows.third(self.X[None], self.X[None], (w @ self.X.T)[None])[0]
+        weights = self._rows.third_weights((w @ self.X.T)[None])
+        return self._rows.third(self.X[None], self.X[None], weights)[0]
 
 
 def moments(A: Tensor, X: Tensor) -> Moments:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from curvlens.exact.jet import Back, Bend, Jet, Layer, Tangent
-from curvlens.exact.result import LossAt, Result, Tokens
+from curvlens.exact.result import LossAt, Result, Tokens, numbers
 from curvlens.exact.tokenwise import zero
 from curvlens.structured import BlockOperator, Dense
 
@@ -32,7 +32,9 @@ class _Norm(Layer):
                 f"expected weight [d] and bias [d] or None, got {list(weight.shape)} and "
                 f"{None if bias is None else list(bias.shape)}"
             )
-        self.weights = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+        if not eps >= 0:
+            raise ValueError(f"expected eps of zero or more, got {eps}")
+        self.weights = numbers({"weight": weight} if bias is None else {"weight": weight, "bias": bias})
         self.eps = eps
 
     def at(self, tokens: Tokens) -> NormJet:

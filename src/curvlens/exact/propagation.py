@@ -109,6 +109,8 @@ def layer_propagation(
     layer: Layer, batch: tuple[Sequences, Sequences], loss: str = "mse", **given: Any
 ) -> Propagation:
     """The recursion through a block or a chain of layers with jets; exact."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise ValueError(f"expected a batch (X, Y) of tokens and targets, got {type(batch).__name__}")
     X, Y = batch
     tokens = Tokens.of(X)
     units = list(flattened(layer))

@@ -55,6 +55,11 @@ class Tokens(NamedTuple):
         return rows if X.dim() == 2 else rows.reshape(*X.shape[:2], -1)
 
 
+def numbers(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same weights as numbers: closed forms need no graph, and parameters of a model would record one."""
+    return {name: weight.detach() for name, weight in weights.items()}
+
+
 class TokenLoss(NamedTuple):
     """Value and derivatives of a loss that acts token by token on a layer's output `F` `[n, o]`."""
 
@@ -199,6 +204,7 @@ def hessian(
     tokens = Tokens.of(X)
     if not len(tokens.stacked):
         raise ValueError(f"expected at least one token, got sequences of lengths {list(tokens.lengths)}")
+    tokens = tokens._replace(stacked=tokens.stacked.detach())
     return layer._hessian(tokens, loss_at(tokens, Y, loss, g, B), **options)
 
 

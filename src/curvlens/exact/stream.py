@@ -159,7 +159,7 @@ class StreamCurvatures:
         """`J v`: the derivative by `u` of `⟨Jᵀ u, v⟩`."""
         images = []
         for piece, gradients, part in self._parts(step, v):
-            with guards.twice_differentiable(self.land.device):
+            with guards.twice_differentiable(self.land.model, self.land.device):
                 delta = torch.zeros_like(gradients[step.start]).requires_grad_()
                 end = _run(self.land, piece, step, delta)
                 u = torch.zeros_like(end).requires_grad_()
@@ -172,7 +172,7 @@ class StreamCurvatures:
         """`Jᵀ u`."""
         images = []
         for piece, gradients, part in self._parts(step, u):
-            with guards.twice_differentiable(self.land.device):
+            with guards.twice_differentiable(self.land.model, self.land.device):
                 delta = torch.zeros_like(gradients[step.start]).requires_grad_()
                 (image,) = torch.autograd.grad(_run(self.land, piece, step, delta), delta, part)
             images.append((image + part if step.skip else image).flatten())
@@ -200,7 +200,7 @@ class StreamCurvature(Operator):
         for piece, gradients, part in zip(
             self.curvatures.pieces, self.curvatures.gradients, parts, strict=True
         ):
-            with guards.twice_differentiable(land.device):
+            with guards.twice_differentiable(land.model, land.device):
                 delta = torch.zeros_like(gradients[self.step.start]).requires_grad_()
                 (gradient,) = torch.autograd.grad(
                     self._scalar(piece, gradients, delta), delta, create_graph=True
@@ -228,7 +228,7 @@ def _products(gradient: Tensor, delta: Tensor, stack: Tensor) -> Tensor:
 def _gradients(land: Landscape, piece: Batch, places: set[Place]) -> dict[Place, Tensor]:
     """`∂L/∂x` at every place: one gradient."""
     leaves: dict[Place, Tensor] = {}
-    with guards.twice_differentiable(land.device):
+    with guards.twice_differentiable(land.model, land.device):
 
         def leaf(place: Place) -> Callable[[Tensor], Tensor]:
             def shift(x: Tensor) -> Tensor:

@@ -33,9 +33,9 @@ _found: tuple[int, list[dict[str, Any]]] = (0, [])
 def inside_models() -> Iterator[None]:
     """Inside, `scaled_dot_product_attention` of long sequences is `attention`, wherever its name was imported to."""
     places = [(names, names[_NAME]) for names in _namespaces()]
-    for names, _ in places:
-        names[_NAME] = _attend
     try:
+        for names, _ in places:
+            names[_NAME] = _attend
         yield
     finally:
         for names, before in places:

@@ -19,10 +19,12 @@ sums. Tangents have the shape of their primals, or K of them a further first dim
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from curvlens.kernels import chunked
+from curvlens.kernels import chunked, fused
 from curvlens.kernels.pattern import Pattern
 
 
@@ -87,6 +89,11 @@ def backward_tangent(
 # -- as operators: their graph is one node, so that tracers and `torch.func.linearize` see them whole
 
 
+def _maps(q: Tensor) -> Any:
+    """Where the maps are computed: by kernels for a GPU, or tile by tile in plain PyTorch."""
+    return fused if fused.serves(q) else chunked
+
+
 def _plain(pattern: Pattern) -> tuple[float, bool, int]:
     return pattern.scale, pattern.causal, 0 if pattern.window is None else pattern.window
 
@@ -104,7 +111,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int
 ) -> tuple[Tensor, Tensor]:
     with torch.autocast(q.device.type, enabled=False):
-        return chunked.forward(q, k, v, mask, _pattern(scale, causal, window))
+        return _maps(q).forward(q, k, v, mask, _pattern(scale, causal, window))
 
 
 @_forward.register_fake
@@ -128,7 +135,7 @@ def _jvp(
     window: int,
 ) -> tuple[Tensor, Tensor]:
     with torch.autocast(q.device.type, enabled=False):
-        return chunked.jvp(q, k, v, o, lse, q_dot, k_dot, v_dot, mask, _pattern(scale, causal, window))
+        return _maps(q).jvp(q, k, v, o, lse, q_dot, k_dot, v_dot, mask, _pattern(scale, causal, window))
 
 
 @_jvp.register_fake
@@ -150,7 +157,7 @@ def _backward(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.autocast(q.device.type, enabled=False):
-        return chunked.backward(q, k, v, o, lse, do, mask, _pattern(scale, causal, window))
+        return _maps(q).backward(q, k, v, o, lse, do, mask, _pattern(scale, causal, window))
 
 
 @_backward.register_fake
@@ -179,7 +186,7 @@ def _backward_tangent(
 ) -> tuple[Tensor, Tensor, Tensor]:
     pattern = _pattern(scale, causal, window)
     with torch.autocast(q.device.type, enabled=False):
-        return chunked.backward_tangent(
+        return _maps(q).backward_tangent(
             q, k, v, o, lse, do, o_dot, lse_dot, q_dot, k_dot, v_dot, do_dot, mask, pattern
         )
 

@@ -257,7 +257,7 @@ class LandscapeConvergence:
             rows.append([str(k), *(f"{value[at].item():.2e}" for value in values)])
         head = f"landscape convergence, {n:,} samples, {self.loss_name}, {self.parameters:,} parameters"
         lines = "\n".join(f"  {line}" for line in self.findings())
-        return f"{head}\n{table(rows)}\n{lines}\n  {self.needed(1e-3)}"
+        return f"{head}\n{table(rows)}\n{lines}"
 
 
 def landscape_convergence(

@@ -24,6 +24,14 @@ BATCH = 32
 IGNORED = digits.IGNORED
 
 
+def number_type(name: str | None) -> torch.dtype:
+    """The dtype of a name, float32 if there is none."""
+    known = {"float32": torch.float32, "float64": torch.float64}
+    if name is not None and name not in known:
+        raise ValueError(f"expected the dtype float32 or float64, got {name!r}")
+    return known[name or "float32"]
+
+
 def samples(task: Task, count: int, seed: int) -> Batch:
     """`(ids, labels)` of so many sequences."""
     if task == "addition":

@@ -31,7 +31,7 @@ class Samples:
     def __init__(self, land: Landscape):
         self.land = land
         land.probe()
-        with guards.twice_differentiable(land.device), torch.no_grad():
+        with guards.twice_differentiable(land.model, land.device), torch.no_grad():
             parameters = land.parameters()
             counts = [_counts(land, parameters, piece) for piece in land.pieces()]
         every = torch.cat(counts)
@@ -43,7 +43,7 @@ class Samples:
 
     def losses(self, step: Tensor | None = None) -> Tensor:
         """`ℓ_i(θ + step)` of all samples, `[n]` in float64. Cost: a forward pass over the data."""
-        with guards.twice_differentiable(self.land.device), torch.no_grad():
+        with guards.twice_differentiable(self.land.model, self.land.device), torch.no_grad():
             parameters = self.land.parameters()
             if step is not None:
                 for name, change in self._named(step).items():
@@ -69,7 +69,7 @@ class Samples:
         D = basis.shape[1]
         directions = [self._named(column) for column in basis.T]
         first, second = [], []
-        with guards.twice_differentiable(self.land.device):
+        with guards.twice_differentiable(self.land.model, self.land.device):
             for piece in self.land.pieces():
                 one, two = _expansion(self.land, piece, directions)
                 first.append(one)
@@ -80,7 +80,7 @@ class Samples:
 
     def gradients(self) -> Iterator[Tensor]:
         """`∇ℓ_i`, flat over the blocks, one sample after the other. Cost: a gradient of each sample."""
-        with guards.twice_differentiable(self.land.device):
+        with guards.twice_differentiable(self.land.model, self.land.device):
             leaves = {name: p.requires_grad_() for name, p in self.land.parameters().items()}
             weights = iter(self.weights.tolist())
             for scored, piece in zip(self._scored.tolist(), self._singles(), strict=True):

@@ -60,6 +60,10 @@ class Dense(Operator):
         """The spectral norm itself."""
         return torch.linalg.matrix_norm(self.matrix, ord=2)
 
+    def singular_values(self) -> Tensor:
+        """All singular values, descending."""
+        return torch.linalg.svdvals(self.matrix)
+
     def eigenvalues(self) -> Tensor:
         """All eigenvalues, ascending."""
         if not self.symmetric:

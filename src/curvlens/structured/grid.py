@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -50,8 +51,6 @@ class BlockOperator(Operator):
             raise ValueError("expected a dtype for cells that are made when asked for, or at least one cell")
         super().__init__(codomain, domain, dtype, device or "cpu", symmetric)
         self._made: dict[tuple[str, str], Operator | None] = {}
-        self._places = [_places(codomain), _places(domain)]
-        self._order = {name: i for i, name in enumerate(self._places[0])} if symmetric else {}
 
     @staticmethod
     def _check_cells(cells: Mapping[tuple[str, str], Operator], codomain: Blocks, domain: Blocks) -> None:
@@ -64,6 +63,15 @@ class BlockOperator(Operator):
             shape = (rows[row].size, columns[column].size)
             if cell.shape != shape:
                 raise ValueError(f"cell {(row, column)}: expected shape {shape}, got {cell.shape}")
+
+    @cached_property
+    def _places(self) -> tuple[dict[str, _Place], dict[str, _Place]]:
+        rows = _places(self.codomain)
+        return rows, rows if self.domain is self.codomain else _places(self.domain)
+
+    @cached_property
+    def _order(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self._places[0])} if self.symmetric else {}
 
     # -- cells
 
@@ -116,12 +124,13 @@ class BlockOperator(Operator):
         return BlockOperator(cell, self.domain, self.codomain, dtype=self.dtype, device=self.device)
 
     def _block(self, rows: Blocks, columns: Blocks) -> Operator:
-        known = all(name in self._places[0] for name in _places(rows))
-        known = known and all(name in self._places[1] for name in _places(columns))
+        own_rows, own_columns = _places(rows), _places(columns)
+        known = all(name in self._places[0] for name in own_rows)
+        known = known and all(name in self._places[1] for name in own_columns)
         if not known:
             return super()._block(rows, columns)
-        if len(_places(rows)) == len(_places(columns)) == 1:
-            cell = self.cell(next(iter(_places(rows))), next(iter(_places(columns))))
+        if len(own_rows) == len(own_columns) == 1:
+            cell = self.cell(next(iter(own_rows)), next(iter(own_columns)))
             if isinstance(cell, KroneckerSum):
                 return cell.over(rows, columns)
             if cell is not None:
@@ -233,27 +242,27 @@ class BlockOperator(Operator):
     def eigenvalues(self) -> Tensor:
         """All eigenvalues, ascending, where the structure gives them.
 
-        Block-diagonal: those of the diagonal cells. Hollow with two blocks, `[[0, C], [Cᵀ, 0]]`: the pairs
-        `± σ(C)`, and zeros.
+        Where no two cells share rows or columns: those of the cells on the diagonal, the pairs `± σ(C)` of
+        `[[0, C], [Cᵀ, 0]]`, and zeros.
         """
         if not self.symmetric:
             raise ValueError("expected a symmetric operator for eigenvalues")
         own = list(self._own())
-        zeros = torch.zeros(self.codomain.size, dtype=self.dtype, device=self.device)
-        if not any(mirrored for *_, mirrored in own):
-            found = [
-                cell.eigenvalues() for _, _, cell, _ in own if isinstance(cell, (KroneckerSum, BlockOperator))
-            ]
-        elif len(own) == 1 and isinstance(own[0][2], KroneckerSum):
-            sigma = own[0][2].singular_values()
-            found = [sigma, -sigma]
-        else:
+        used = [name for row, column, *_ in own for name in {row, column}]
+        if len(set(used)) < len(used):
             raise ValueError(
-                "expected a block-diagonal operator or one pair of off-diagonal blocks for exact eigenvalues, got "
-                f"{len(own)} cells; take torch.linalg.eigvalsh(H.dense()) or curvlens.eigsh(H)"
+                "expected cells that share no rows or columns for exact eigenvalues, as of a block-diagonal operator, "
+                f"got {len(own)} cells that do; take torch.linalg.eigvalsh(H.dense()) or curvlens.eigsh(H)"
             )
-        values = torch.cat(found) if found else zeros[:0]
-        return torch.cat([values, zeros[len(values) :]]).sort().values
+        found = []
+        for _, _, cell, mirrored in own:
+            if mirrored:
+                sigma = _spectrum(cell, "singular_values")
+                found += [sigma, -sigma]
+            else:
+                found.append(_spectrum(cell, "eigenvalues"))
+        found.append(torch.zeros(self.codomain.size, dtype=self.dtype, device=self.device))
+        return torch.cat(found)[: self.codomain.size].sort().values
 
 
 class _Place:
@@ -305,6 +314,16 @@ def frobenius(cell: Operator) -> Tensor:
     if hasattr(cell, "frobenius"):
         return cell.frobenius()
     return cell.dense().norm()
+
+
+def _spectrum(cell: Operator, name: str) -> Tensor:
+    """The eigenvalues or singular values of a cell, from its structure."""
+    if not hasattr(cell, name):
+        raise ValueError(
+            f"expected cells that know their {name.replace('_', ' ')}, got {cell}; take "
+            "torch.linalg.eigvalsh(H.dense())"
+        )
+    return getattr(cell, name)()
 
 
 def _spectral_bound(cell: Operator) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from curvlens.structured.stacks import CHUNK, LowRank, Stack, gram, gram_cost, is_rank_one
 
 if TYPE_CHECKING:
-    from curvlens.structured.kronecker import Term
+    from curvlens.structured.terms import Term
 
 
 def inner(s: Term, t: Term) -> tuple[Tensor, Tensor]:

@@ -7,41 +7,18 @@ of the Hessian of attention, of a feed-forward layer or of a linear network is a
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from curvlens.blocks import Blocks
 from curvlens.operator import Operator
 from curvlens.structured.inner import inner, inner_cost
-from curvlens.structured.stacks import CHUNK, Full, LowRank, Stack, is_rank_one, stack_of
+from curvlens.structured.stacks import CHUNK, Stack, is_rank_one, stack_of
+from curvlens.structured.terms import Term, add_product, joined, part_of, product, write_terms
 
 ALL = slice(None)
 SLAB = 2**18  # numbers in a slab of a matrix that is being written: 2 MiB in float64
 MIRRORED = 8  # rows that a mirror's run of memory has at least: a line of the cache in float64
-
-
-class Term(NamedTuple):
-    """One sum over tokens: `KS(a, b)`, or `KS×(a, b)` if crossed."""
-
-    a: Stack
-    b: Stack
-    crossed: bool
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        return self.a.m, self.b.m
-
-    @property
-    def columns(self) -> tuple[int, int]:
-        return (self.b.p, self.a.p) if self.crossed else (self.a.p, self.b.p)
-
-    @property
-    def T(self) -> Term:
-        if self.crossed:
-            return Term(self.b.T, self.a.T, True)
-        return Term(self.a.T, self.b.T, False)
 
 
 class KroneckerSum(Operator):
@@ -87,7 +64,7 @@ class KroneckerSum(Operator):
     ) -> KroneckerSum:
         """The sum of terms; those that share a factor are joined."""
         operator = cls.__new__(cls)
-        operator._set(tuple(_joined(terms) if len(terms) > 1 else terms), codomain, domain)
+        operator._set(tuple(joined(terms) if len(terms) > 1 else terms), codomain, domain)
         return operator
 
     def over(self, codomain: Blocks, domain: Blocks) -> KroneckerSum:
@@ -102,7 +79,7 @@ class KroneckerSum(Operator):
         V = stack.unflatten(-1, self.columns)
         out = stack.new_zeros(len(stack), *self.rows)
         for term in self.terms:
-            _add_product(out, term, V)
+            add_product(out, term, V)
         return out.flatten(1)
 
     def _adjoint(self) -> KroneckerSum:
@@ -128,7 +105,7 @@ class KroneckerSum(Operator):
         if len(rows) == len(columns) == len(self.codomain) == len(self.domain) == 1:
             r, c = _ranges(self.codomain, rows, self.rows), _ranges(self.domain, columns, self.columns)
             if r is not None and c is not None:
-                terms = [_part(term, r, c) for term in self.terms]
+                terms = [part_of(term, r, c) for term in self.terms]
                 return KroneckerSum.of(terms, rows, columns)
         return super()._block(rows, columns)
 
@@ -156,13 +133,12 @@ class KroneckerSum(Operator):
             where = slice(start, min(whole, start + step))
             rows = (ALL, where) if over_r else (where, ALL)
             place = out[rows]
-            parts = [term if step == whole else _part(term, rows, (ALL, ALL)) for term in self.terms]
+            parts = [term if step == whole else part_of(term, rows, (ALL, ALL)) for term in self.terms]
             if mirror is None and len(parts) == 1:
-                place.copy_(_product(parts[0]))
+                place.copy_(product(parts[0]))
                 continue
             slab = buffer[: place.numel()].view(place.shape)
-            for i, part in enumerate(parts):
-                _write_term(slab, part, add=i > 0)
+            write_terms(slab, parts)
             place.copy_(slab)
             if mirror is not None and turned is not None:
                 columns = turned[: slab.numel()].view(x * y, -1)
@@ -238,8 +214,13 @@ class KroneckerSum(Operator):
         for start in range(0, m, step):
             rows = slice(start, min(m, start + step))
             slab = torch.empty(rows.stop - start, r, *self.columns, dtype=self.dtype, device=self.device)
-            KroneckerSum.of([_part(term, (rows, ALL), (ALL, ALL)) for term in self.terms]).write(slab)
+            KroneckerSum.of([part_of(term, (rows, ALL), (ALL, ALL)) for term in self.terms]).write(slab)
             square += slab.square().sum()
+        if square.isnan():
+            raise ValueError(
+                f"expected finite entries, got NaN of {self}: what its factors are made of, or their "
+                f"products, overflow {self.dtype}; scale the tokens or weights down"
+            )
         return square.sqrt()
 
     def spectral_bound(self) -> Tensor:
@@ -267,11 +248,12 @@ class KroneckerSum(Operator):
         term = self._single("eigenvalues")
         a, b = term.a.full()[0], term.b.full()[0]
         for x in (a, b):
-            if x.shape[0] != x.shape[1] or not torch.allclose(x, x.T, rtol=1e-12, atol=0):
+            if x.shape[0] != x.shape[1] or not _symmetric(x):
                 raise ValueError(f"expected symmetric factors, got one of shape {list(x.shape)}; {_SPECTRA}")
         if term.crossed:
             raise ValueError(f"expected a plain Kronecker product, got a crossed one; {_SPECTRA}")
-        return torch.outer(torch.linalg.eigvalsh(a), torch.linalg.eigvalsh(b)).flatten().sort().values
+        values = [torch.linalg.eigvalsh((x + x.T) / 2) for x in (a, b)]
+        return torch.outer(*values).flatten().sort().values
 
     def _single(self, what: str) -> Term:
         if len(self.terms) != 1 or self.terms[0].a.n != 1:
@@ -283,31 +265,6 @@ class KroneckerSum(Operator):
 
 
 _SPECTRA = "take torch.linalg.eigvalsh(H.dense()) for a small matrix, curvlens.eigsh(H) for a few pairs of a large one"
-
-
-def _joined(terms: list[Term]) -> list[Term]:
-    """Terms that share a factor become one with the sum of the others."""
-    joined: list[Term] = []
-    for term in terms:
-        for i, other in enumerate(joined):
-            if other.crossed == term.crossed and other.a is term.a and not _both_thin(other.b, term.b):
-                joined[i] = Term(term.a, Full(other.b.full() + term.b.full()), term.crossed)
-                break
-            if other.crossed == term.crossed and other.b is term.b and not _both_thin(other.a, term.a):
-                joined[i] = Term(Full(other.a.full() + term.a.full()), term.b, term.crossed)
-                break
-        else:
-            joined.append(term)
-    return joined
-
-
-def _both_thin(a: Stack, b: Stack) -> bool:
-    return isinstance(a, LowRank) and isinstance(b, LowRank)
-
-
-def _part(term: Term, rows: tuple[slice, slice], columns: tuple[slice, slice]) -> Term:
-    p, q = columns[::-1] if term.crossed else columns
-    return Term(term.a.part(rows[0], p), term.b.part(rows[1], q), term.crossed)
 
 
 def _ranges(whole: Blocks, part: Blocks, shape: tuple[int, int]) -> tuple[slice, slice] | None:
@@ -326,74 +283,6 @@ def _ranges(whole: Blocks, part: Blocks, shape: tuple[int, int]) -> tuple[slice,
 
 def _unravel(index: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     return index // shape[1], index % shape[1]
-
-
-def _write_term(slab: Tensor, term: Term, add: bool) -> None:
-    """Write, or add, the matrix of a term to a contiguous `slab` `[m, r, x, y]`.
-
-    A factor of rank one goes to the columns of the other first, so that one matrix product lays every entry in place.
-    """
-    a, b, beta = term.a, term.b, int(add)
-    n, m, r = a.n, a.m, b.m
-    if n == 1 and not term.crossed:
-        left, right = a.full()[0][:, None, :, None], b.full()[0][None, :, None, :]
-        slab.addcmul_(left, right) if add else torch.mul(left, right, out=slab)
-    elif is_rank_one(a):
-        u, v = _vectors(a)
-        matrix = b.full().contiguous()
-        if term.crossed:
-            matrix, v = matrix[..., None], v[:, None, None]
-        else:
-            matrix, v = matrix[:, :, None], v[:, None, :, None]
-        slab.view(m, -1).addmm_(u.T, (matrix * v).reshape(n, -1), beta=beta)
-    elif is_rank_one(b):
-        g, h = _vectors(b)
-        matrix = a.full().transpose(0, 1).contiguous()
-        spread = matrix[:, :, None] * h[:, :, None] if term.crossed else matrix[..., None] * h[:, None]
-        slab.view(m, r, -1).baddbmm_(g.T.expand(m, r, n), spread.reshape(m, n, -1), beta=beta)
-    else:
-        slab.add_(_product(term)) if add else slab.copy_(_product(term))
-
-
-def _product(term: Term) -> Tensor:
-    """The matrix of a term, `[m, r, x, y]`, as a view of one matrix product `[m p, n] x [n, r q]`."""
-    a, b = term.a, term.b
-    values = a.full().reshape(a.n, -1).T @ b.full().reshape(a.n, -1)
-    values = values.view(a.m, a.p, b.m, b.p)
-    return values.permute(0, 2, 3, 1) if term.crossed else values.transpose(1, 2)
-
-
-def _vectors(stack: Stack) -> tuple[Tensor, Tensor]:
-    assert isinstance(stack, LowRank)
-    return stack.left[..., 0], stack.right[..., 0]
-
-
-def _add_product(out: Tensor, term: Term, V: Tensor) -> None:
-    """Add `Σ_i a_i V b_iᵀ` (crossed: `Σ_i a_i Vᵀ b_iᵀ`) for a stack `V` `[K, p, q]` to `out` `[K, m, r]`."""
-    V = V.mT if term.crossed else V
-    a, b = term.a, term.b
-    if is_rank_one(a):
-        _rank_one_product(out, a, b, V)
-    elif is_rank_one(b):
-        _rank_one_product(out.mT, b, a, V.mT)
-    else:
-        step = max(1, CHUNK // max(1, len(V) * max(a.m, a.p) * b.m))
-        for start in range(0, a.n, step):
-            where = slice(start, start + step)
-            middle = b.tokens(where).act(V.mT[:, None]).mT  # [K, n, p, r]
-            out += a.tokens(where).act(middle).sum(1)
-
-
-def _rank_one_product(out: Tensor, a: Stack, b: Stack, V: Tensor) -> None:
-    assert isinstance(a, LowRank)
-    left, right = a.left[..., 0], a.right[..., 0]
-    step = max(1, CHUNK // max(1, a.n * max(b.p, b.m)))
-    for start in range(0, len(V), step):
-        vectors = torch.matmul(right, V[start : start + step])  # [K, n, q]
-        images = b.act(vectors.transpose(0, 1).mT[None])[0].mT.transpose(
-            0, 1
-        )  # a product a token, for all vectors
-        out[start : start + step] += torch.matmul(left.T, images)
 
 
 def _inner(x: KroneckerSum, y: KroneckerSum) -> tuple[Tensor, Tensor]:
@@ -432,9 +321,15 @@ def _spectral_bound(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack(bounds).min()
 
 
+def _symmetric(x: Tensor) -> bool:
+    """Up to the rounding of sums of about as many products as there are rows."""
+    slack = 16 * x.shape[-1] * torch.finfo(x.dtype).eps
+    return bool((x - x.mT).abs().max() <= slack * x.abs().max())
+
+
 def _semidefinite(x: Tensor) -> bool:
     """Whether every matrix is positive semidefinite, up to the rounding of its own eigenvalues."""
-    if x.shape[1] != x.shape[2] or not torch.allclose(x, x.mT, rtol=1e-12, atol=1e-12 * float(x.abs().max())):
+    if x.shape[1] != x.shape[2] or not _symmetric(x):
         return False
     values = torch.linalg.eigvalsh(x)
     slack = 4 * x.shape[1] * torch.finfo(x.dtype).eps

@@ -182,10 +182,10 @@ def figure(config: Criteria, made: dict[str, Any]) -> Any:
         ]
         if name != "delta2":
             closed = [sum(v) / len(v) for v in zip(*(run[f"{name} closed"] for run in runs), strict=True)]
-            excess = [max(c - a, 1e-300) for c, a in zip(closed, at_theta, strict=True)]
+            excess = [abs(c - a) for c, a in zip(closed, at_theta, strict=True)]
             middle_.plot(k, excess, color=colour, lw=1.2, label=label)
     draw.titled(left, "sampled", "samples k", "")
-    draw.titled(middle_, "closed form, less its value at θ", "samples k", "")
+    draw.titled(middle_, "closed form less its value at θ, |·|", "samples k", "")
     sigmas = runs[0]["sigmas"]
     draw.curve(right, sigmas, [run["taylor"] for run in runs], "all directions", draw.COLOURS["total"])
     draw.curve(right, sigmas, [run["taylor top"] for run in runs], "the sharpest", draw.COLOURS["outer"])

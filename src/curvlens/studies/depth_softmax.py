@@ -137,7 +137,7 @@ STUDY = Study(
     "H_o as σ⁶ and H_f as σ⁵; the functional value block is zero in the top layer only.",
     presets={
         "smoke": Layers(width=4, sequences=2, repeats=2, depths=(2,), scales=(0.01, 0.1, 1.0, 10.0)),
-        "cpu": Layers(width=16, sequences=16, repeats=5, scales=logarithmic(-2, 1, 10)),
+        "cpu": Layers(width=16, sequences=16, repeats=3, scales=logarithmic(-2, 1, 10)),
         "paper": Layers(),
     },
     units=units,

@@ -7,7 +7,7 @@ from typing import Any
 
 from curvlens.studies import plot as draw
 from curvlens.studies.embedding_scale import exponent
-from curvlens.studies.growth_without_norm import LAWS, PARTS, Growth, measure, units
+from curvlens.studies.growth_without_norm import LAWS, Growth, measure, units
 from curvlens.studies.growth_without_norm import numbers as curves
 from curvlens.studies.study import Finding, Study, between, mean95
 
@@ -52,12 +52,12 @@ def figure(config: Growth, made: dict[str, Any]) -> Any:
         for axis, block in zip(row, ("value", "query"), strict=True):
             chosen = [i for i, scale in enumerate(config.scales) if scale <= end]
             scales = [config.scales[i] for i in chosen]
-            for part in PARTS:
+            for part in ("total", "outer", "functional"):
                 curve = made[f"{part} {block}"]
                 if curve is None:
                     continue
                 runs = [[run[i] for i in chosen] for run in curve["runs"]]
-                draw.curve(axis, scales, runs, draw.LABELS[part], draw.COLOURS[part])
+                draw.curve(axis, scales, runs, draw.LABELS[part], draw.COLOURS[part], wide=part == "total")
                 law = LAWS.get(f"{part} {block}")
                 if law is not None:
                     middle = chosen[len(chosen) // 2]
@@ -78,7 +78,7 @@ STUDY = Study(
     "up to σ = 10.",
     presets={
         "smoke": Growth(width=8, sequences=4, repeats=2, scales=(0.5, 0.7, 1.0, 5.0, 7.0, 10.0)),
-        "cpu": Growth(repeats=3, scales=SCALES),
+        "cpu": Growth(repeats=3, scales=(*SCALES[1:10:2], *SCALES[10::2])),
         "paper": Growth(scales=SCALES),
     },
     units=units,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, pairwise
 from typing import Any
 
 from curvlens.exact.attention import SelfAttention
@@ -107,21 +107,31 @@ def judge(config: AllBlocks, made: dict[str, Any]) -> list[Finding]:
 
 
 def figure(config: AllBlocks, made: dict[str, Any]) -> Any:
-    drawing, axes = draw.panels(3, 2)
-    for axis, pair in zip(axes.flat, PAIRS, strict=True):
-        for part in PARTS:
+    """Norms of the six pairs, the local slopes below each; the law's powers dashed."""
+    drawing, axes = draw.panels(3, 4, height=2.1)
+    middles = [(a * b) ** 0.5 for a, b in pairwise(config.scales)]
+    for i, pair in enumerate(PAIRS):
+        axis, below = axes[2 * (i // 3), i % 3], axes[2 * (i // 3) + 1, i % 3]
+        for part in ("total", "outer", "functional"):  # H lies on the larger of the two: wide, and below them
+            look: Any = {"lw": 3.0, "alpha": 0.3} if part == "total" else {"lw": 1.1}
             for variant, style in (("softmax", "-"), ("temperature", ":")):
                 curve = made[f"{variant}: {part} {','.join(pair)}"]
-                if curve is not None:
-                    means = [sum(v) / len(v) for v in zip(*curve["runs"], strict=True)]
-                    label = draw.LABELS[part] if style == "-" else None
-                    axis.plot(config.scales, means, style, color=draw.COLOURS[part], lw=1.1, label=label)
-                    law = LAWS.get(part, {}).get(pair)
-                    if law is not None and style == "-":
-                        draw.trend(axis, config.scales, (config.scales[0], means[0]), law, f"$\\sigma^{law}$")
-        axis.set_xscale("log")
+                if curve is None:
+                    continue
+                means = [sum(v) / len(v) for v in zip(*curve["runs"], strict=True)]
+                look |= {"linestyle": style, "color": draw.COLOURS[part]}
+                axis.plot(config.scales, means, label=draw.LABELS[part] if style == "-" else None, **look)
+                if style == "-":
+                    below.plot(middles, curve["slopes"], **look)
+            law = LAWS.get(part, {}).get(pair)
+            if law is not None:
+                below.axhline(law, color="0.6", ls="--", lw=0.8)
+        for each in (axis, below):
+            each.set_xscale("log")
         axis.set_yscale("log")
-        draw.titled(axis, ", ".join(pair), "σ", r"$\Vert\cdot\Vert_F$")
+        below.set_ylim(0, 7)
+        draw.titled(axis, ", ".join(pair), "", r"$\Vert\cdot\Vert_F$" if i % 3 == 0 else "")
+        draw.titled(below, "", "σ", "local slope" if i % 3 == 0 else "")
         draw.legend(axis)
     return drawing
 

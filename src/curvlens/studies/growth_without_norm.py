@@ -132,12 +132,14 @@ def figure(config: Growth, made: dict[str, Any], log: bool = True) -> Any:
     drawing, axes = draw.panels(2, 2)
     middles = [(a * b) ** 0.5 for a, b in zip(config.scales, config.scales[1:], strict=False)]
     for block, (axis, below) in zip(("value", "query"), axes.T, strict=True):
-        for part in PARTS:
+        for part in ("total", "outer", "functional"):
             curve = made[f"{part} {block}"]
             if curve is None:
                 continue
-            draw.curve(axis, config.scales, curve["runs"], draw.LABELS[part], draw.COLOURS[part])
-            below.plot(middles, curve["slopes"], ".-", color=draw.COLOURS[part], lw=1, ms=3)
+            wide = part == "total"
+            draw.curve(axis, config.scales, curve["runs"], draw.LABELS[part], draw.COLOURS[part], wide)
+            look: Any = {"lw": 4.0, "alpha": 0.3} if wide else {"lw": 1, "marker": ".", "ms": 3}
+            below.plot(middles, curve["slopes"], color=draw.COLOURS[part], **look)
             law = LAWS.get(f"{part} {block}")
             if law is not None and config.norm == "none":
                 anchor = (config.scales[0], curve["norms"][0])

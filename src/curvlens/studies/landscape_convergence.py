@@ -136,7 +136,7 @@ STUDY = Study(
     claim="|L_{k+1} − L_k| falls as 1/k, within a bound that the Hessian's norm sets.",
     presets={
         "smoke": Landscapes(width=4, steps=5, samples=16, repeats=2, draws=4, dims=2),
-        "cpu": Landscapes(),
+        "cpu": Landscapes(samples=256, repeats=20, draws=8, dims=4),
         "paper": Landscapes(width=32, depth=2, steps=2000, samples=1000, repeats=10, draws=64),
     },
     units=units,

@@ -27,7 +27,9 @@ Every figure, table and claim of the papers that `curvlens reproduce` runs, with
 verdict. Exact norms from closed forms wherever one fits. A verdict follows from ranges that each study states, with
 reasons, and not from its results; intervals are 95 %, over repeats with other weights and other data. *Reproduced
 with a difference*: the claim stands, and a number beside it is another one. *Undecided*: the interval is wider than
-the range. Rendered by `make reproduction` from the measurements in `docs/reproduction/`.
+the range. Rendered by `make reproduction` from the measurements in `docs/reproduction/`. Each carries the hash of
+the code that measured it; that later code gives the same is what the `smoke` runs of all studies test, against
+stored numbers.
 """
 
 
@@ -63,7 +65,8 @@ def _section(made: Reproduction) -> list[str]:
         "",
         f"*{study.source}.* {study.claim}",
         "",
-        f"**{made.verdict.capitalize()}** (preset `{made.preset}`, {_time(made.seconds)} of a core; {made.machine}).",
+        f"**{made.verdict.capitalize()}** (preset `{made.preset}`, {_time(made.seconds)} of a core; "
+        f"{made.machine}; code `{made.code}`).",
         "",
         f"![{study.title}]({KEPT}/{study.name}.png)",
         "",

@@ -23,11 +23,16 @@ MODULES = {
     "A-norm": "norm_placement",
     "A-table1": "data_dependence",
     "B-validate": "closed_form_accuracy",
+    "B-blocks": "block_map",
     "B-bounds": "tightness_of_bounds",
     "B-converge": "landscape_convergence",
     "B-criteria": "criteria",
+    "B-scale": "curvature_against_size",
     "Z-hetero": "spectra_of_blocks",
     "Z-adam": "sgd_and_adam",
+    "O-training": "through_training",
+    "O-third": "third_order",
+    "O-recurrent": "recurrent_layer",
 }
 
 

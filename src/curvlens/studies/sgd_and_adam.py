@@ -233,7 +233,7 @@ STUDY = Study(
     "where they are alike; so SGD is worse than Adam on Transformers and on par on CNNs.",
     presets={
         "smoke": Optimizers(quadratic_steps=20, steps=4, width=4, depth=1, vit=4, channels=2, repeats=2),
-        "cpu": Optimizers(repeats=5),
+        "cpu": Optimizers(steps=400, repeats=4),
         "paper": Optimizers(steps=5000, width=128, depth=6, vit=64, channels=32),
     },
     units=units,

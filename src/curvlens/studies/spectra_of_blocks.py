@@ -183,7 +183,7 @@ STUDY = Study(
         "smoke": Spectra(
             sizes=(("GPT", 4), ("ViT", 4), ("MLP", 6), ("CNN", 3)), images=16, steps=5, repeats=2
         ),
-        "cpu": Spectra(images=128, repeats=5),
+        "cpu": Spectra(images=64, repeats=4),
         "paper": Spectra(sizes=(("GPT", 32), ("ViT", 32), ("MLP", 48), ("CNN", 24)), images=1024, steps=2000),
     },
     units=units,

@@ -30,8 +30,9 @@ from curvlens.exact.of_net import embedded, of_net
 from curvlens.exact.result import Result, Tokens, hessian, loss_at
 from curvlens.operator import Operator
 from curvlens.structured.grid import frobenius
-from curvlens.structured.kronecker import KroneckerSum, Term
+from curvlens.structured.kronecker import KroneckerSum
 from curvlens.structured.stacks import LowRank, Stack
+from curvlens.structured.terms import Term
 
 IGNORED = -100
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from curvlens.report.data import Finding, Report
 from curvlens.report.figures.words import number
 from curvlens.report.findings import thresholds as t
-from curvlens.report.findings.amounts import Amount, amount, certainty
+from curvlens.report.findings.amounts import Amount, amount, certainty, times
 
 
 def sharpening_norms(report: Report) -> Finding | None:
@@ -64,7 +64,7 @@ def created_curvature(report: Report) -> Finding | None:
         f"{step.name} creates more curvature than it passes down",
         f"{len(found)} of {len(report.depth)} sublayers add more by their own second derivatives than reaches "
         "them from "
-        f"above; {step.name} {number(ratio.value, 2)} times as much.",
+        f"above; {step.name} {times(ratio.value)} times as much.",
         [f"{s.name}: created over passed, in norm, {r}" for s, r in found[:6]],
         certainty(*(r for _, r in found)),
         "Look at this sublayer for what makes the loss hard: the softmax of an attention, or a norm with a small "
@@ -89,7 +89,7 @@ def amplified_curvature(report: Report) -> Finding | None:
         "amplified-curvature",
         "warning",
         f"{name} amplifies the curvature that passes through it",
-        f"The loss's curvature by the stream is {number(ratio.value, 2)} times as large before {name} as behind it. "
+        f"The loss's curvature by the stream is {times(ratio.value)} times as large before {name} as behind it. "
         "Everything below, embeddings included, becomes as much sharper.",
         [f"{n}: {r}" for n, r in found[:6]],
         certainty(*(r for _, r in found)),

@@ -33,7 +33,7 @@ def measure(at: Context) -> Outcome:
         return look
 
     land = at.land
-    with ExitStack() as hooks, guards.twice_differentiable(land.device), torch.no_grad():
+    with ExitStack() as hooks, guards.twice_differentiable(land.model, land.device), torch.no_grad():
         for name, module in modules.items():
             hooks.callback(module.register_forward_hook(watch(name)).remove)
         for piece in land.pieces():
