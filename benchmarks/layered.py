@@ -1,8 +1,8 @@
 """The layer-by-layer engine beside gradients and peers: `python benchmarks/layered.py --device cuda`.
 
-One command makes the table of `benchmarks/layered.md` for the machine that it is on. Times are the least of some repeats,
-each next to a gradient of its own; memory is the allocator's record of one call above what was there before it, vectors
-not counted. "Repeated" lines keep what does not change between products; what they hold is in a column of its own.
+One command makes the table of `benchmarks/layered.md` for the machine that it is on. Times are the least of some
+repeats, each next to a gradient of its own; memory is the allocator's record of one call above what was there before
+it, vectors not counted. "Repeated" lines keep what does not change between products; what they hold is in a column of its own.
 
     --problem like small                the two cores of the table (on a CPU by default)
     --problem gpt2 xl                   GPT-2 small 8 x 1024, GPT-2 XL 1 x 1024 (on a GPU by default)
@@ -16,6 +16,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,7 @@ def measure(problem: str, options: argparse.Namespace) -> tuple[float, int, list
             try:
                 for count in options.vectors:
                     run, held = make(model, ids)
-                    call = lambda: run(stack[:count])  # noqa: B023, E731
+                    call = partial(run, stack[:count])
                     if "repeated" not in who:
                         call()  # what is set up once is not counted; a repeated product holds it
                     peak = recorded_peak(call, device)
