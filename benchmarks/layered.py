@@ -2,11 +2,12 @@
 
 One command makes the table of `benchmarks/layered.md` for the machine that it is on. Times are the least of some
 repeats, each next to a gradient of its own; memory is the allocator's record of one call above what was there before
-it, vectors not counted. "Repeated" lines keep what does not change between products; what they hold is in a column of its own.
+it, vectors not counted. "Repeated" lines keep what does not change between products; what they hold is in a column of
+its own.
 
-    --problem like small                the two cores of the table (on a CPU by default)
-    --problem gpt2 xl                   GPT-2 small 8 x 1024, GPT-2 XL 1 x 1024 (on a GPU by default)
-    --problem llama7b --no-gradient     an exact product of a Llama of 7B parameters, in float32
+    --problem like small            the two cores of the table (`like` is what a CPU runs by default)
+    --problem gpt2 xl               GPT-2 small 8 x 1024, GPT-2 XL 1 x 1024 (what a GPU runs by default)
+    --problem llama7b --no-gradient an exact product of a Llama of 7B parameters, in float32
 """
 
 from __future__ import annotations
