@@ -84,7 +84,7 @@ def hessian(land: Landscape, engine: str = "auto", **options: Any) -> Curvature:
     """The Hessian `∂²L/∂θ²` of a landscape.
 
     Cost of a product: about 3 gradients, and 2 for each further vector of the same call. `options` are those of
-    `engine.options.Options`: `precision="tf32"`, `compile=True`, `keep=bytes`.
+    `engine.options.Options`: `precision="tf32"`, `keep=bytes`.
     """
     return _curvature(land, Quantity("hessian"), engine, options)
 

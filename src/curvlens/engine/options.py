@@ -1,4 +1,4 @@
-"""What can be chosen about a product beside its engine: precision, compilation, and what is kept between products."""
+"""What can be chosen about a product beside its engine: precision, and what is kept between products."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ class Options:
 
     precision "exact": matrix products in the landscape's own precision, whatever torch's global switch says;
               "tf32", "bf16": those of float32 in fewer digits where the device is faster so, sums in float32
-    compile   layers through torch.compile, each checked against itself uncompiled the first time
     keep      bytes that may hold what does not change between products at fixed weights and data
     """
 
     precision: str = "exact"
-    compile: bool = False
     keep: int = 0
 
     def __post_init__(self) -> None:
