@@ -328,7 +328,8 @@ class SelfAttention:
             )
         if self.turns is not None and max(tokens.lengths) > len(self.turns):
             raise ValueError(
-                f"expected sequences of at most {len(self.turns)} tokens, as there are turns, got {max(tokens.lengths)}"
+                f"expected sequences of at most {len(self.turns)} tokens, as there are turns, got "
+                f"{max(tokens.lengths)}"
             )
         if tokens.stacked.dtype != W.dtype or tokens.stacked.device != W.device:
             raise TypeError(

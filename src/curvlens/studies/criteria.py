@@ -227,6 +227,7 @@ STUDY = Study(
     judge=judge,
     plot=figure,
     remarks="Gaussian steps of size σ in each direction; errors of loss increments relative to the true ones, over "
-    "samples and draws. Times are of one core, with the directions and the samples' derivatives in them known, as the "
+    "samples and draws. Times are of one core, with the directions and the samples' derivatives in them known, "
+    "as the "
     "paper counts; to find those costs D Hessian products and 2 D² gradients over the data.",
 )

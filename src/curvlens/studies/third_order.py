@@ -226,6 +226,7 @@ STUDY = Study(
     judge=judge,
     plot=figure,
     remarks="No paper has these powers: they were derived first, by counting the scores that derivatives fall on (see "
-    "`third_order.laws`), and measured after. Autodiff in float64, confirmed by the fourth cumulant in closed form and "
+    "`third_order.laws`), and measured after. Autodiff in float64, confirmed by the fourth cumulant in closed "
+    "form and "
     "by differences of the closed form of the Hessian. One layer, mean squared error with fixed targets.",
 )
