@@ -77,7 +77,7 @@ def _check_batch_norm(path: str, module: nn.Module) -> None:
 
 def _check_attention(model: nn.Module) -> None:
     kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if kind is not None and kind not in ("eager", "sdpa"):
+    if kind is not None and kind not in ("eager", "sdpa", "curvlens"):
         raise ValueError(
             f"expected attention with second derivatives (sdpa or eager), got {kind!r}; "
             'call model.set_attn_implementation("sdpa")'

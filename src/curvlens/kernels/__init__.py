@@ -5,6 +5,8 @@ inside_models
             a context in which models that ask for torch's attention are given this one
 forward, jvp, backward, backward_tangent
             the four maps that it is made of, for those who call them one by one
+hugging_face
+            a module: `register()` makes it an implementation that Hugging Face models can be set to
 """
 
 from curvlens.kernels.functions import attention
