@@ -21,8 +21,8 @@ help:           ## list the targets
 		echo "Triton could not be installed: tests of the GPU's kernels are skipped"
 	@touch $@
 
-demo: .venv/ready       ## train the one-block GPT-2 on digit addition and print the norms of its blocks
-	$(BIN)/python examples/digit_addition.py
+demo: .venv/ready       ## train the one-block GPT-2 on digit addition, analyse it, write out/report.html
+	$(BIN)/curvlens analyze
 
 test: .venv/ready       ## run the tests, a sample of the slow ones among them
 	$(BIN)/python -m pytest -n $(JOBS) $(TESTS)

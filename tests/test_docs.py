@@ -19,3 +19,20 @@ def test_snippets_run(page, capsys):
 def test_the_manual_lists_every_page():
     listed = re.findall(r": ([a-z-]+\.md)", (DOCS.parent / "mkdocs.yml").read_text())
     assert sorted(listed) == [page.name for page in PAGES]
+
+
+def test_the_reference_names_everything():
+    import curvlens
+    from curvlens.cli import COMMANDS
+
+    text = (DOCS / "api.md").read_text()
+    named = set(re.findall(r"`([A-Za-z_]+)", text))
+    assert set(curvlens.__all__) <= named
+    assert {command.__name__ for command in COMMANDS} <= named
+
+
+def test_every_finding_is_explained():
+    from curvlens.report.findings import NAMES
+
+    table = re.findall(r"^\| `([a-z-]+)` \| ", (DOCS / "report.md").read_text(), re.M)
+    assert sorted(table) == sorted({*NAMES} | {"quick", "standard", "thorough"} & set(table))

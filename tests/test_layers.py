@@ -28,6 +28,7 @@ ORDER = [
     "exact",
     "scaling",
     "studies",
+    "sources",
     "report",
     "training",
     "cli",

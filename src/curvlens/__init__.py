@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         eigsh,
         frobenius,
         heterogeneity,
-        negative_fraction,
+        negative_fraction,  # noqa: F401
         sharpness,
         trace,
     )
@@ -60,7 +60,6 @@ __all__ = [
     "heterogeneity",
     "landscape_convergence",
     "losses",
-    "negative_fraction",
     "predict_loss",
     "scaling",
     "sharpness",

@@ -60,12 +60,14 @@ def train(
     steps: int,
     lr: float = 1e-3,
     weight_decay: float = 0.0,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> list[float]:
-    """Train a model from ids to logits with AdamW on the scored tokens; the loss before each step.
+    """Train a model on the scored tokens, with AdamW unless given another; the loss before each step.
 
     `batches` is an iterator, or anything that can be gone through again when it is used up.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
+    if optimizer is None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
     losses = []
     for ids, labels in islice(_again(batches), steps):
         loss = F.cross_entropy(

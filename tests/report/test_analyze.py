@@ -7,9 +7,11 @@ import torch
 
 from analyses import digit_net, tiny
 from curvlens import Landscape, digits, functional, gauss_newton, hessian
+from curvlens.estimate import lanczos
 from curvlens.report import stages
 from curvlens.report.analyze import analyze
 from curvlens.report.schema import encode
+from curvlens.report.stages.context import SHARE
 
 
 @pytest.fixture(scope="module")
@@ -135,14 +137,30 @@ def test_gains_of_norms(kind):
     x = 0.1 * torch.randn(7, 5)
     land = Landscape(model, (x, torch.randn(7, 5)), "mse", dtype=torch.float64)
     leave = tuple(p.name for p in stages.STAGES if p.name not in ("point", "gains"))
-    (found,) = analyze(land, tiny(), skip=leave).norms
+    found = analyze(land, tiny(), skip=leave).norms
     x = x.double()
     variance = (x - x.mean(1, keepdim=True) if kind == "layer" else x).square().mean(1)
     gamma = made.weight.double() + (kind == "one more")
     expected = (gamma.square() / (variance + 1e-3)[:, None]).mean().sqrt().item()
-    assert (found.name, found.gain) == ("norm", pytest.approx(expected, rel=1e-6))
-    assert found.deviation == pytest.approx(variance.mean().sqrt().item(), rel=1e-6)
-    assert found.epsilon == pytest.approx((1e-3 / (variance + 1e-3)).mean().item(), rel=1e-6)
+    assert (found.names, found.gain) == (["norm"], pytest.approx([expected], rel=1e-6))
+    assert found.deviation == pytest.approx([variance.mean().sqrt().item()], rel=1e-6)
+    assert found.epsilon == pytest.approx([(1e-3 / (variance + 1e-3)).mean().item()], rel=1e-6)
+
+
+def test_little_memory(land, dense, monkeypatch):
+    """Room for nine vectors: fewer are kept, and the eigenvalues are the same within their residuals."""
+    nine = 9 * land.blocks.size * land.dtype.itemsize
+    monkeypatch.setattr("curvlens.report.stages.context.total_memory", lambda device: nine / SHARE)
+    kept = []
+    real = lanczos.Krylov.__init__
+    monkeypatch.setattr(lanczos.Krylov, "__init__", lambda self, *a: kept.append(a[2]) or real(self, *a))
+    leave = tuple(p.name for p in stages.STAGES if p.name not in ("point", "eigenvalues", "spectrum"))
+    r = analyze(land, tiny(steps=20), skip=leave)
+    assert kept == [9]
+    true = torch.linalg.eigvalsh(dense["H"])
+    for key, value in (("lambda_max", true[-1]), ("lambda_min", true[0])):
+        assert abs(r.numbers[key].value - value) <= r.numbers[key].stderr + 1e-9
+    assert len(r.spectrum.nodes) <= 9
 
 
 # -- what goes wrong

@@ -286,4 +286,8 @@ def test_other_pages(kind, browser, request, tmp_path):
         browser.open(tmp_path / "page.html")
         assert browser.logs() == []
         assert browser.run("return document.documentElement.scrollWidth") == width
-    assert json.loads(browser.run("return document.getElementById('report').textContent"))["schema"]
+    data = json.loads(browser.run("return document.getElementById('report').textContent"))
+    assert data["schema"]
+    if kind != "comparison":
+        shown = browser.run("return [...document.querySelectorAll('.finding')].map(e => e.id)")
+        assert shown == [f"finding-{f['id']}" for f in data["findings"]]

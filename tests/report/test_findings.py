@@ -173,6 +173,7 @@ def test_every_rule_has_its_case():
     count = len(CASES) + len(here)
     assert len(rooms.RULES) == count
     assert not here & set(CASES)
+    assert set(rooms.NAMES) == here | set(CASES)
 
 
 # -- errors

@@ -30,6 +30,25 @@ def test_scale_and_resume(capsys, tmp_path):
     assert "data" in capsys.readouterr().out
 
 
+def test_time_that_is_up_keeps_what_there_is(capsys, tmp_path):
+    small = [
+        "--sizes",
+        "2,4,6",
+        "--seeds",
+        "1",
+        "--steps",
+        "1",
+        "--measures",
+        "loss",
+        "--resume",
+        str(tmp_path),
+    ]
+    assert run(["scale", *small, "--max-minutes", "0"]) == 3
+    assert "1 models, 2 more not measured: the time was up" in capsys.readouterr().out
+    assert run(["scale", *small]) == 0
+    assert "scaling, 3 models\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -3,7 +3,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from curvlens.scaling.law import HELD, NO_TREND, NOT_A_LAW, UNDECIDED, fit
+from curvlens.scaling.law import HELD, NO_TREND, NOT_A_LAW, SCATTERED, UNDECIDED, fit
 
 SIZES = [1, 2, 4, 8, 16]
 
@@ -68,6 +68,16 @@ def test_statements():
     assert "3 sizes are too few to tell" in few.statement
     assert few.held_out is None
     assert "no trend" in fit(*noisy(np.ones_like, SIZES, 3, 1, 0.1)).statement
+
+
+def test_an_exponent_that_the_scatter_leaves_open_is_no_law():
+    """Where the interval of the exponent is wider than the exponent itself, even though it leaves out zero."""
+    found = [fit(*noisy(lambda x: x**0.8, SIZES, 2, seed, 0.6)) for seed in range(40)]
+    assert all(f.exponent.high - f.exponent.low <= f.exponent.value for f in found if f.holds)
+    open_ = [f for f in found if f.verdict == SCATTERED]
+    assert len(open_) > 10
+    assert "the scatter leaves its exponent open" in open_[0].statement
+    assert not open_[0].holds
 
 
 def test_the_order_of_points_does_not_matter():

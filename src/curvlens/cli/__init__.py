@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 
 import curvlens as package
+from curvlens.cli.analyze import analyze
+from curvlens.cli.compare import compare
 from curvlens.cli.converge import converge
+from curvlens.cli.doctor import doctor
 from curvlens.cli.exits import DONE, INCOMPLETE, INTERRUPTED, WRONG_INPUT, WrongInput, complain, one_line
 from curvlens.cli.reproduce import reproduce
 from curvlens.cli.scale import scale
 from curvlens.cli.verify import verify
 
 # in the order of the help
-COMMANDS: list[Callable[..., None]] = [verify, reproduce, converge, scale]
+COMMANDS: list[Callable[..., None]] = [analyze, verify, reproduce, converge, scale, compare, doctor]
 
 app = typer.Typer(
     name="curvlens",
@@ -53,6 +57,7 @@ def curvlens(
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """The exit code of a command line, `sys.argv` unless given. What went wrong is one line on stderr."""
+    warnings.formatwarning = _one_line  # type: ignore[assignment]
     try:
         code = app(arguments, prog_name="curvlens", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
@@ -73,6 +78,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
         complain("interrupted before it was done")
         return INCOMPLETE
     return code if isinstance(code, int) else DONE
+
+
+def _one_line(message: Any, *_: Any) -> str:
+    """A warning as the other complaints are, without the place in the code."""
+    return f"curvlens: {' '.join(str(message).split())}\n"
 
 
 def _usage(error: Any) -> str:

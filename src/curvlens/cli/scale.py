@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from curvlens.cli.exits import DONE, expected_input
-from curvlens.cli.options import Device, Dtype, Json, Out, Quiet, Resume, Seed
+from curvlens.cli.exits import DONE, INCOMPLETE, expected_input
+from curvlens.cli.options import Device, Dtype, Json, MaxMinutes, Out, Quiet, Resume, Seed
 
 
 def scale(
@@ -24,6 +24,7 @@ def scale(
     seed: Seed = 0,
     device: Device = None,
     dtype: Dtype = None,
+    max_minutes: MaxMinutes = None,
     out: Out = None,
     resume: Resume = None,
     json: Json = False,
@@ -46,14 +47,16 @@ def scale(
         models, data = ([16], grown) if axis == "data" else (grown, [256])
         path = None if resume is None else resume / "scale.jsonl"
         chosen = [name.strip() for name in measures.split(",")]
-        result = scaling(family, models, data, range(seed, seed + seeds), chosen, path=path)
+        result = scaling(
+            family, models, data, range(seed, seed + seeds), chosen, path=path, max_minutes=max_minutes
+        )
     if out is not None:
         result.to_json(out)
     if json:
         typer.echo(result.to_json())
     elif not quiet or out is None:
         typer.echo(str(result))
-    raise typer.Exit(DONE)
+    raise typer.Exit(INCOMPLETE if result.missing else DONE)
 
 
 def _numbers(text: str) -> list[int]:

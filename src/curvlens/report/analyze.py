@@ -6,7 +6,6 @@ import datetime
 import hashlib
 import json
 import platform
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,7 +20,7 @@ import curvlens
 from curvlens import families
 from curvlens.landscape import Landscape
 from curvlens.report.data import SCHEMA, Group, Meta, Report, Stage
-from curvlens.report.files import write
+from curvlens.report.files import writable, write
 from curvlens.report.findings import findings
 from curvlens.report.presets import Preset, named
 from curvlens.report.schema import decode, encode
@@ -63,7 +62,7 @@ def analyze(
     began = time.monotonic()
     at = Context(land, chosen, seed, optimizer, max_products=max_products, progress=progress)
     at.deadline = None if max_minutes is None else began + 60 * max_minutes
-    at.found["notes"] = list(land.notes)
+    at.found["notes"] = [*land.notes, *_unknown(land)]
     land.probe()
     memory = None if resume is None else Memory(Path(resume), _identity(land, chosen, seed, optimizer))
     at.folder = None if memory is None else memory.folder
@@ -113,7 +112,12 @@ def _run(plan: Plan, at: Context, before: list[Stage], memory: Memory | None, sk
     why = "interrupted" if outcome.why.startswith("interrupted") else outcome.why
     stage = Stage(plan.name, plan.title, outcome.status, why, seconds, at.spent - spent)
     if memory is not None and outcome.status in ("exact", "estimated", "skipped"):
-        memory.keep(stage, outcome.fields)
+        try:
+            memory.keep(stage, outcome.fields)
+        except OSError as error:  # a full disk ends the keeping, not the analysis
+            at.found["notes"].append(
+                f"the state could not be kept in {memory.folder}: {error.strerror or error}"
+            )
     return stage
 
 
@@ -142,7 +146,7 @@ class Memory:
 
     def __init__(self, folder: Path, identity: dict[str, Any]):
         self.folder, self.path = folder, folder / "stages.json"
-        folder.mkdir(parents=True, exist_ok=True)
+        writable(folder)
         self.content: dict[str, Any] = {"identity": identity, "stages": {}}
         if self.path.exists():
             kept = json.loads(self.path.read_text())
@@ -215,6 +219,16 @@ def family_of(land: Landscape) -> str:
     return families.find(land.model).name
 
 
+def _unknown(land: Landscape) -> list[str]:
+    if families.find(land.model) is not families.PARAMETERS:
+        return []
+    return [
+        "no family of models is known for this one: blocks carry the names of parameters, and layers and heads "
+        "are not "
+        "told apart; families.register describes it in a few lines"
+    ]
+
+
 def versions() -> dict[str, str]:
     found = {
         "python": platform.python_version(),
@@ -278,14 +292,3 @@ def device_name(device: torch.device) -> str:
     if device.type == "cpu":
         return f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)"
     return str(device)
-
-
-def announce(index: int, count: int, title: str, stage: Stage | None) -> None:
-    """One line a stage on stderr: what is begun, and how it ended."""
-    if stage is None:
-        print(f"[{index + 1:>2}/{count}] {title} …", end="", file=sys.stderr, flush=True)
-    else:
-        print(
-            f"\r[{index + 1:>2}/{count}] {title:<24} {stage.status:<9} {stage.seconds:6.1f} s",
-            file=sys.stderr,
-        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from pathlib import Path
 
 DATA = re.compile(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', re.S)
@@ -22,6 +23,25 @@ def write(path: str | Path, content: str | bytes) -> None:
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def writable(folder: Path) -> None:
+    """Make the folder, and raise an OSError that says so where nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write(folder / f".{os.getpid()}.curvlens", b"\n" * 4096)
+    except FileExistsError as error:
+        raise NotADirectoryError(f"expected a folder to write to, got a file {str(folder)!r}") from error
+    except OSError as error:
+        raise OSError(
+            f"expected a folder to write to, got {str(folder)!r}: {error.strerror or error}"
+        ) from error
+    (folder / f".{os.getpid()}.curvlens").unlink(missing_ok=True)
+
+
+def fallback() -> Path:
+    """A new folder where there may be room when elsewhere there is none."""
+    return Path(tempfile.mkdtemp(prefix="curvlens-"))
 
 
 def read(source: str | Path) -> str:

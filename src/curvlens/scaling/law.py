@@ -24,6 +24,7 @@ FEWEST = 4  # distinct sizes below which no test is possible
 RESAMPLES = 2000
 SURE = 1e-9  # residuals below this are rounding
 HELD, NO_TREND, NOT_A_LAW, UNDECIDED = "a power law", "no trend", "not a power law", "undecided"
+SCATTERED = "too scattered to tell"
 
 
 class Interval(NamedTuple):
@@ -86,6 +87,11 @@ class PowerLaw:
             text = f"{law}, R² {self.r_squared:.3f}: a power law over this range"
         elif self.verdict == NO_TREND:
             text = f"no trend of {self.y} with {self.x} is seen: exponent {self.exponent}"
+        elif self.verdict == SCATTERED:
+            text = (
+                f"{law} by least squares, R² {self.r_squared:.3f}: nothing speaks against a power law, but the scatter "
+                "leaves its exponent open; expected more repeats or a wider range"
+            )
         elif self.verdict == NOT_A_LAW:
             reasons = []
             if self.bend_p < LEVEL:
@@ -301,4 +307,6 @@ def _verdict(
         return NOT_A_LAW
     if exponent.low <= 0 <= exponent.high:
         return NO_TREND
+    if exponent.high - exponent.low > abs(exponent.value):  # an exponent that is not known to its half
+        return SCATTERED
     return HELD

@@ -7,6 +7,7 @@ model is trained on the `data` samples and what the curvature is measured on is 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -84,6 +85,7 @@ class Scaling:
     points: tuple[Point, ...]
     laws: dict[tuple[str, str], PowerLaw]  # (measure, axis)
     refused: dict[tuple[str, str], str]  # why there is none
+    missing: int = 0  # models that the time did not suffice for
 
     def law(self, measure: str, axis: str = "parameters") -> PowerLaw:
         """The law of a measure along "parameters" (at the largest data size) or "data" (at the largest model)."""
@@ -98,7 +100,12 @@ class Scaling:
         """Plain numbers."""
         laws = [{"measure": m, "axis": a, **found.to_dict()} for (m, a), found in self.laws.items()]
         refused = [{"measure": m, "axis": a, "why": why} for (m, a), why in self.refused.items()]
-        return {"points": [asdict(point) for point in self.points], "laws": laws, "refused": refused}
+        return {
+            "points": [asdict(point) for point in self.points],
+            "laws": laws,
+            "refused": refused,
+            "missing": self.missing,
+        }
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The numbers as JSON; also written to a file if a path is given."""
@@ -117,7 +124,8 @@ class Scaling:
             rows.append([f"{p.size}", f"{p.data}", f"{p.seed}", f"{p.parameters:,}", *numbers])
         said = [f"  {found.statement}" for found in self.laws.values()]
         said += [f"  no law of {m} against {a}: {why}" for (m, a), why in self.refused.items()]
-        return "\n".join([f"scaling, {len(self.points)} models", table(rows), *said])
+        left = f", {self.missing} more not measured: the time was up" if self.missing else ""
+        return "\n".join([f"scaling, {len(self.points)} models{left}", table(rows), *said])
 
 
 def scaling(
@@ -129,6 +137,7 @@ def scaling(
     *,
     path: str | Path | None = None,
     confidence: float = 0.95,
+    max_minutes: float | None = None,
 ) -> Scaling:
     """Measure curvature for every size, data size and seed, and fit power laws.
 
@@ -136,6 +145,7 @@ def scaling(
     seed)}` with a number or an Estimate. `path`: a file of JSON lines that keeps every point when it is measured; a run
     that was broken off goes on from there. Laws against the number of parameters are fitted at the largest data size,
     those against data for the largest model; the largest size is also left out and predicted.
+    After `max_minutes` no further model is begun: `missing` says how many are left.
     """
     functions = _functions(measures)
     every = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
@@ -145,9 +155,12 @@ def scaling(
     if len(set(wanted)) < len(wanted):
         raise ValueError("expected distinct sizes, data sizes and seeds, got one twice")
     kept = _read(path, list(functions))
-    points = []
+    points: list[Point] = []
+    began = time.monotonic()
     with Progress("scaling", len(wanted)) as progress:
         for number, (size, amount, seed) in enumerate(wanted):
+            if points and max_minutes is not None and time.monotonic() - began > 60 * max_minutes:
+                break
             if (size, amount, seed) not in kept:
                 point = _measure(family(size, amount, seed), size, amount, seed, functions)
                 kept[size, amount, seed] = point
@@ -167,7 +180,7 @@ def scaling(
                 )
             except ValueError as error:
                 refused[name, axis] = str(error)
-    return Scaling(tuple(points), laws, refused)
+    return Scaling(tuple(points), laws, refused, len(wanted) - len(points))
 
 
 def _functions(measures: Sequence[str] | Mapping[str, Measure]) -> dict[str, Measure]:

@@ -58,7 +58,7 @@ class CurvatureAware(Optimizer):
         optimizer: Optimizer,
         land: Landscape,
         *,
-        share: float = 0.08,
+        share: float = 0.05,
         every: int | None = None,
         power: float = 0.5,
         limit: float = 4.0,
@@ -75,9 +75,7 @@ class CurvatureAware(Optimizer):
         self.curvature: dict[str, float] = {}  # the running mean of each block, and of how many measurements
         self.measured: dict[str, int] = {}
         self.steps = self.measurements = self.failed = 0
-        self.spent = self.trained = self.cost = (
-            0.0  # seconds: on curvature, on training, by the last measurement
-        )
+        self.spent = self.trained = self.cost = 0.0  # seconds: on curvature, on training, by one measurement
         self._left: float | None = None  # when the last step ended
         self._scaled: list[Tensor] = []  # parameters, and what their steps are multiplied by
         self._scales: list[Tensor] = []
@@ -93,6 +91,9 @@ class CurvatureAware(Optimizer):
             self.trained += began - self._left
         if self._due():
             self.measure()
+            self.spent += self.cost
+            began += self.cost  # what else passed was a device's wait for training to catch up
+        start = self.clock()
         before = _multiplied(self._scaled, 1.0)  # copies
         ready = self.clock()
         value = self.optimizer.step(closure)
@@ -103,8 +104,8 @@ class CurvatureAware(Optimizer):
                 torch._foreach_mul_(self._scaled, self._scales)
                 torch._foreach_add_(self._scaled, before)
         self._left = self.clock()
-        self.spent += (ready - began) + (self._left - moved)
-        self.trained += moved - ready
+        self.spent += (ready - start) + (self._left - moved)
+        self.trained += (start - began) + (moved - ready)
         self.steps += 1
         return value
 

@@ -23,6 +23,33 @@ RULES: tuple[Rule, ...] = (
     *trust.RULES,
 )
 
+NAMES = (
+    "amplified-curvature",
+    "concave-along-gradient",
+    "created-curvature",
+    "epsilon-bound-norm",
+    "even-heads",
+    "gauss-newton-misleads",
+    "gauss-newton-serves",
+    "gradient-in-sharp-directions",
+    "grows-with-depth",
+    "idle-heads",
+    "ill-conditioned",
+    "ill-conditioned-early",
+    "learning-rate-beyond-threshold",
+    "learning-rate-near-threshold",
+    "loose-bounds",
+    "negative-curvature",
+    "noisy-data",
+    "query-key-against-value",
+    "saturated-heads",
+    "sharpening-norm",
+    "sharpest-block",
+    "unfinished",
+    "unlike-spectra",
+    "varies-over-layers",
+)
+
 
 def findings(report: Report) -> list[Finding]:
     """All that the numbers carry, the gravest first."""
@@ -33,4 +60,4 @@ def ranked(found: Iterable[Finding]) -> list[Finding]:
     return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
-__all__ = ["RULES", "Rule", "findings", "ranked"]
+__all__ = ["NAMES", "RULES", "Rule", "findings", "ranked"]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from curvlens.report.data import Number
-from curvlens.report.figures.words import measured
+from curvlens.report.figures.words import measured, number
 from curvlens.report.findings.thresholds import CLEAR
 
 
@@ -70,6 +70,13 @@ def mean_of_logs(values: Iterable[Amount]) -> Amount:
         return Amount(math.nan)
     value = math.exp(sum(math.log(v.value) for v in values) / len(values))
     return Amount(value, value * sum(v.error / v.value for v in values) / len(values))
+
+
+def times(value: float) -> str:
+    """`1,600` of 1635.2: how many times, as one says it."""
+    if not math.isfinite(value) or value >= 1e7:
+        return number(value, 2)
+    return f"{float(f'{value:.2g}'):,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def certainty(*amounts: Amount) -> str:

@@ -7,7 +7,7 @@ import math
 from curvlens.report.data import Finding, Group, Map, Report
 from curvlens.report.figures.words import number
 from curvlens.report.findings import thresholds as t
-from curvlens.report.findings.amounts import Amount, certainty, mean_of_logs, of, root_of_squares
+from curvlens.report.findings.amounts import Amount, certainty, mean_of_logs, of, root_of_squares, times
 from curvlens.report.groups import LAYER, layer_name
 
 
@@ -23,7 +23,7 @@ def varies_over_layers(report: Report) -> Finding | None:
         "varies-over-layers",
         "warning",
         "Curvature differs widely between layers",
-        f"The Hessian of {high} is {number(ratio.value, 2)} times that of {low} in norm: a learning rate that "
+        f"The Hessian of {high} is {times(ratio.value)} times that of {low} in norm: a learning rate that "
         "suits one "
         "is wrong for the other.",
         [f"‖H‖_F of {name}: {norms[name]}" for name in (high, low)] + [f"ratio {ratio}"],
@@ -50,7 +50,7 @@ def grows_with_depth(report: Report) -> Finding | None:
         "grows-with-depth",
         "warning",
         "Curvature grows with depth",
-        f"From the first layers to the last the Hessian's norm grows {number(ratio.value, 2)} times.",
+        f"From the first layers to the last the Hessian's norm grows {times(ratio.value)} times.",
         [f"first third {first}", f"last third {last}", f"rank correlation with depth {number(order, 2)}"],
         certainty(ratio),
         "Put the norm before each sublayer (pre-norm), scale the residual branches down with depth, or warm up "
@@ -81,7 +81,7 @@ def query_key_against_value(report: Report) -> Finding | None:
         f"{larger[0].upper()}{larger[1:]} weights curve far more than {smaller}",
         f"In {len(chosen)} of {len(found)} attention layers the {larger} blocks of H are more than "
         f"{t.DISPARITY:g} times "
-        f"as large as the {smaller} blocks; most in {layer}, {number(shown.value, 2)} times. The softmax makes "
+        f"as large as the {smaller} blocks; most in {layer}, {times(shown.value)} times. The softmax makes "
         "query and "
         "key depend on the data to a higher power than value.",
         [f"‖H‖_F of {layer} {role}: {roles[role]}" for role in ("query", "key", "value")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from curvlens.report.data import Finding, Report
 from curvlens.report.figures.words import number
 from curvlens.report.findings import thresholds as t
-from curvlens.report.findings.amounts import Amount, amount, certainty, mean_of_logs, of
+from curvlens.report.findings.amounts import Amount, amount, certainty, mean_of_logs, of, times
 
 
 def ill_conditioned(report: Report) -> Finding | None:
@@ -18,19 +18,16 @@ def ill_conditioned(report: Report) -> Finding | None:
     if not ratio.above(t.ILL_CONDITIONED):
         return None
     evidence = [f"λ_max = {amount(top)}", f"mean eigenvalue tr H_o / P = {mean}", f"ratio {ratio}"]
-    for key, words in (
-        ("condition", "λ_max over the median positive eigenvalue"),
-        ("effective_rank", "effective rank"),
-    ):
-        n = report.numbers.get(key)
-        if n is not None and (n.exact or n.stderr == n.stderr):
-            evidence.append(f"{words} {amount(n)}, of {report.meta.parameters:,} dimensions" if key != "condition"
-                            else f"{words} {amount(n)}")  # fmt: skip
+    condition, rank = report.numbers.get("condition"), report.numbers.get("effective_rank")
+    if condition is not None and condition.exact:
+        evidence.append(f"λ_max over the median positive eigenvalue {amount(condition)}")
+    if rank is not None:
+        evidence.append(f"effective rank {amount(rank)}, of {report.meta.parameters:,} dimensions")
     return Finding(
         "ill-conditioned",
         "warning",
         "The loss is ill-conditioned: one direction is far sharper than the mean",
-        f"The sharpest direction curves {number(ratio.value, 2)} times as much as the mean one. The step that is "
+        f"The sharpest direction curves {times(ratio.value)} times as much as the mean one. The step that is "
         "stable there hardly moves the model along the others.",
         evidence,
         certainty(ratio),
@@ -139,8 +136,8 @@ def gauss_newton_misleads(report: Report) -> Finding | None:
     share = _functional_share(report)
     if share is None or not share.above(t.FUNCTIONAL_SHARE):
         return None
-    evidence = [f"‖H_f‖_F = {amount(report.numbers['frobenius.H_f'])}", f"‖H‖_F = {amount(report.numbers['frobenius.H'])}",
-                f"share {share}"]  # fmt: skip
+    parts = [f"‖{part}‖_F = {amount(report.numbers[f'frobenius.{part}'])}" for part in ("H_f", "H")]
+    evidence = [*parts, f"share {share}"]
     return Finding(
         "gauss-newton-misleads",
         "warning",

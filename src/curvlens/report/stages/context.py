@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,13 +17,14 @@ from curvlens.curvature import functional, gauss_newton, hessian
 from curvlens.estimate.lanczos import Eigenpairs, eigsh
 from curvlens.estimate.run import Run, identity
 from curvlens.landscape import Landscape
-from curvlens.operator import Operator
+from curvlens.operator import Operator, free_memory
 from curvlens.report.data import Group, Status
 from curvlens.report.groups import groups, rows_of_a_map
 from curvlens.report.presets import Preset
 from curvlens.structured import Dense
 
 EXACT = 1e-6  # relative residual of eigenvectors of a matrix that is there; its eigenvalues are exact
+SHARE = 0.25  # of the memory that vectors of eigenvalues and spectra may take
 COLUMNS = 128  # of a dense matrix between two looks at the budget
 
 
@@ -90,7 +92,16 @@ class Context:
         k = min(self.preset.eigenpairs, self.land.blocks.size)
         tol = EXACT if self.dense else self.preset.tol
         settings = self.budget("eigenvalues")
-        return eigsh(self.H, k, "both", tol, seed=self.seed, copies=not self.dense, **settings)
+        basis = None if self.dense else max(k + 4, min(max(4 * k, 40), self.room))
+        return eigsh(self.H, k, "both", tol, seed=self.seed, basis=basis, copies=not self.dense, **settings)
+
+    @cached_property
+    def room(self) -> int:
+        """How many vectors of all parameters may be kept: a share of the whole memory, and not of what is free now, so
+        that a run that goes on elsewhere in time goes on alike."""
+        return int(
+            SHARE * total_memory(self.land.device) / (self.land.blocks.size * self.land.dtype.itemsize)
+        )
 
     @cached_property
     def eigenvalues(self) -> Tensor:
@@ -154,6 +165,16 @@ class Context:
     def parts(self) -> list[Landscape]:
         """Landscapes of disjoint parts of the data."""
         return self.land.parts(self.preset.parts)
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of memory of a device, used or not."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not a Unix
+        return free_memory(device)
 
 
 Measure = Callable[[Context], Outcome]

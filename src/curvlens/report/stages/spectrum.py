@@ -12,6 +12,7 @@ from curvlens.report.data import Curve, Group, Number, Spectra
 from curvlens.report.stages.context import Context, Interrupted, Outcome, Skip, state_of
 
 BINS = 160  # of a density: what a figure shows
+LEAST = 8  # steps of a probe, however little memory there is
 ENDS = 32  # eigenvalues that are kept from each end of an exact spectrum
 
 
@@ -19,7 +20,9 @@ def whole(at: Context) -> Outcome:
     """The density of H with its band; from it the negative share, the effective rank, the condition number."""
     if at.dense:
         return _exact_whole(at)
-    found = density(at.H, at.preset.probes, at.preset.steps, seed=at.seed, **at.budget("spectrum"))
+    steps = min(at.preset.steps, max(LEAST, at.room))
+    chunk = 2 if 2 * steps <= at.room else 1
+    found = density(at.H, at.preset.probes, steps, seed=at.seed, chunk=chunk, **at.budget("spectrum"))
     if not found.samples:
         raise Interrupted(state_of(found.stopped, False)[1])
     numbers = {}
