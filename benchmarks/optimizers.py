@@ -309,17 +309,14 @@ def main() -> None:
         show(kept, costs, settings.picture)
         return
     contenders = CONTENDERS | (VARIANTS if settings.what == "variants" else {})
+    seeds = SEEDS if settings.what == "run" else TUNING
     for task in settings.tasks:
-        for name, (middle, make) in contenders.items():
-            steps = round(STEPS / costs[name.split(" power")[0]])
-            grid = rates(middle)
-            if settings.what == "run":
-                for seed in SEEDS:
-                    kept.run(task, name, make, kept.best(task, name, grid), seed, steps)
-            else:
-                for rate in grid:
-                    for seed in TUNING:
-                        kept.run(task, name, make, rate, seed, steps)
+        for seed in seeds:
+            for name, (middle, make) in contenders.items():
+                steps = round(STEPS / costs[name.split(" power")[0]])
+                grid = rates(middle)
+                for rate in [kept.best(task, name, grid)] if settings.what == "run" else grid:
+                    kept.run(task, name, make, rate, seed, steps)
 
 
 if __name__ == "__main__":
