@@ -1,8 +1,9 @@
 """The exact Hessian of one attention layer: closed form against automatic differentiation, float64.
 
-    python benchmarks/closed_form_attention.py [--markdown benchmarks/closed_form_attention.md]
+    python benchmarks/closed_form_attention.py [--size 17 16] [--markdown benchmarks/closed_form_attention.md]
 
-Every number is the smallest of several repeats in one run, so that ratios compare like with like. `floor` allocates
+Every number is the smallest of several repeats, all of one size in one run, so that ratios compare like with like; a
+run of one size leaves the other columns of the page as they are. `floor` allocates
 and fills a matrix of the Hessian's size: no way of forming it can be faster. Products are with one vector; "graph kept"
 is a double backward whose first pass is not counted, the best case of automatic differentiation.
 """
@@ -10,9 +11,12 @@ is a double backward whose first pass is not counted, the best case of automatic
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -134,37 +138,44 @@ def product_rows(p: Problem) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--markdown", help="also write the tables to this file")
+    parser.add_argument(
+        "--markdown", type=Path, help="also write the tables here, and the numbers beside them"
+    )
+    parser.add_argument("--size", type=int, nargs=2, action="append", help="L and d; all sizes if left out")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
-    path = arguments.markdown
     torch.set_num_threads(arguments.threads)
     torch.set_default_dtype(torch.float64)
-    tables: dict[str, list[dict[str, float]]] = {"dense": [], "numbers": [], "products": []}
-    for L, d in SIZES:
-        p = Problem(L, d)
-        for name, rows in (("products", product_rows), ("numbers", number_rows), ("dense", dense_rows)):
-            tables[name].append(rows(p))
-            print(
-                f"(L, d) = ({L}, {d})  {name}: ",
-                {k: round(v, 3) for k, v in tables[name][-1].items()},
-                flush=True,
-            )
-    text = report(tables)
+    kept = arguments.markdown and arguments.markdown.with_suffix(".json")
+    columns = json.loads(kept.read_text()) if kept and kept.exists() else {}
+    for L, d in arguments.size or SIZES:
+        columns[f"({L}, {d})"] = measure(L, d)
+    columns = {size: columns[size] for size in (f"({L}, {d})" for L, d in SIZES) if size in columns}
+    text = report(columns)
     print("\n" + text)
-    if path:
-        with open(path, "w") as file:
-            file.write(text)
+    if kept:
+        arguments.markdown.write_text(text)
+        kept.write_text(json.dumps(columns, indent=1) + "\n")
 
 
-def report(tables: dict[str, list[dict[str, float]]]) -> str:
-    heads = " | ".join(f"({L}, {d})" for L, d in SIZES)
+def measure(L: int, d: int) -> dict[str, dict[str, float]]:
+    p, column = Problem(L, d), {}
+    for name, rows in (("products", product_rows), ("numbers", number_rows), ("dense", dense_rows)):
+        column[name] = rows(p)
+        shown = {key: round(value, 3) for key, value in column[name].items()}
+        print(f"(L, d) = ({L}, {d})  {name}: ", shown, f"load {os.getloadavg()[0]:.1f}", flush=True)
+    return column
+
+
+def report(columns: dict[str, dict[str, dict[str, float]]]) -> str:
+    tables = {name: [c[name] for c in columns.values()] for name in ("dense", "numbers", "products")}
+    heads = " | ".join(columns)
     lines = [
         "# The exact Hessian of one attention layer",
         "",
         f"float64, two cores (threads used: {torch.get_num_threads()}), torch {torch.__version__}, milliseconds, "
-        "smallest of repeats in one run of "
-        "`python benchmarks/closed_form_attention.py`. Columns: (L, d), with d_K = d_V = d, so 3 d² parameters.",
+        "smallest of repeats, one run of `python benchmarks/closed_form_attention.py` a column on an idle machine. "
+        "Columns: (L, d), with d_K = d_V = d, so 3 d² parameters.",
     ]
     titles = {
         "dense": "Dense matrix",
@@ -172,7 +183,7 @@ def report(tables: dict[str, list[dict[str, float]]]) -> str:
         "products": "One product",
     }
     for name, title in titles.items():
-        lines += ["", f"## {title}", "", f"| | {heads} |", "|---|" + "---|" * len(SIZES)]
+        lines += ["", f"## {title}", "", f"| | {heads} |", "|---|" + "---|" * len(columns)]
         for row in dict.fromkeys(key for column in tables[name] for key in column):
             cells = " | ".join(f"{column[row]:.3g}" if row in column else "–" for column in tables[name])
             lines.append(f"| {row} | {cells} |")

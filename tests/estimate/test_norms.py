@@ -77,9 +77,9 @@ def test_a_budget_gives_what_it_allows():
     assert nothing.value.isnan().all()
     one = block_norms(H, max_products=2)  # two of three columns, and by symmetry all but one entry
     assert one.value.isnan().sum() == 1
-    assert one.stderr.isinf().all()
+    assert one.stderr.isfinite().sum() == 2  # the pair that two products have measured
     some = block_norms(H, max_products=13)
-    assert (some.samples, some.products, some.converged) == (4, 12, False)
+    assert (some.samples, some.products, some.converged) == (4, 13, False)
     assert some.stderr.isfinite().all()
     assert frobenius(H, max_products=0).stopped == "max_products"
     assert block_traces(H, max_products=0).value.isnan().all()

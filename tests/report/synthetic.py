@@ -16,7 +16,7 @@ from curvlens.report.data import (
     Map,
     Meta,
     Noise,
-    NormGain,
+    NormGains,
     Number,
     Report,
     Sharpness,
@@ -123,7 +123,7 @@ def large(layers=12, heads=12, seed=0):
             Sharpness("as AdamW sees it", _estimate(7.41e4, 300.0), 6.33e4, "38/η", 6e-4, 5.1e-4),
         ],
         [Noise("loss", [draw.gauss(2.7, 0.1) for _ in range(8)], 2.7, 0.1, 0.035)],
-        [NormGain(g.name, 0.3, 10 ** draw.gauss(0.5, 0.2), 1e-4) for g in groups if g.role == "norm"],
+_gains(draw, [g.name for g in groups if g.role == "norm"]),
     )  # fmt: skip
 
 
@@ -180,6 +180,11 @@ def _curve(draw, name, bins=160, threshold=2e-3):
 def _pair(draw, value, count):
     mass = [draw.random() ** 6 for _ in range(count)]
     return Eigenpair(value, abs(value) * 1e-3, [m / sum(mass) for m in mass], 0.1 * draw.random())
+
+
+def _gains(draw, names):
+    deviation, gain, epsilon = ([10 ** draw.gauss(mean, 0.2) for _ in names] for mean in (-0.5, 0.5, -4))
+    return NormGains(names, deviation, gain, epsilon)
 
 
 def _step(draw, name, layer):

@@ -137,14 +137,14 @@ def test_gains_of_norms(kind):
     x = 0.1 * torch.randn(7, 5)
     land = Landscape(model, (x, torch.randn(7, 5)), "mse", dtype=torch.float64)
     leave = tuple(p.name for p in stages.STAGES if p.name not in ("point", "gains"))
-    (found,) = analyze(land, tiny(), skip=leave).norms
+    found = analyze(land, tiny(), skip=leave).norms
     x = x.double()
     variance = (x - x.mean(1, keepdim=True) if kind == "layer" else x).square().mean(1)
     gamma = made.weight.double() + (kind == "one more")
     expected = (gamma.square() / (variance + 1e-3)[:, None]).mean().sqrt().item()
-    assert (found.name, found.gain) == ("norm", pytest.approx(expected, rel=1e-6))
-    assert found.deviation == pytest.approx(variance.mean().sqrt().item(), rel=1e-6)
-    assert found.epsilon == pytest.approx((1e-3 / (variance + 1e-3)).mean().item(), rel=1e-6)
+    assert (found.names, found.gain) == (["norm"], pytest.approx([expected], rel=1e-6))
+    assert found.deviation == pytest.approx([variance.mean().sqrt().item()], rel=1e-6)
+    assert found.epsilon == pytest.approx([(1e-3 / (variance + 1e-3)).mean().item()], rel=1e-6)
 
 
 def test_little_memory(land, dense, monkeypatch):

@@ -511,6 +511,7 @@ def test_doctor_of_a_model(folder, capsys):
     assert "1 attention layers of 2 heads" in parts["family"]["words"]
     assert parts["product H"]["words"].startswith("double-backward")
     assert "products" in parts["quick"]["words"]
+    assert parts["attention"]["words"].startswith("16 tokens: PyTorch's plain one")
 
 
 def test_doctor_says_what_does_not_work(here, capsys, monkeypatch):

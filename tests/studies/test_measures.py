@@ -6,7 +6,14 @@ import pytest
 import torch
 
 import curvlens as cl
-from curvlens.studies import images, recurrent_layer, spectra_of_blocks, third_order, through_training
+from curvlens.studies import (
+    block_map,
+    images,
+    recurrent_layer,
+    spectra_of_blocks,
+    third_order,
+    through_training,
+)
 from curvlens.studies.embedding_scale import addition, network
 from curvlens.studies.landscape_of_digits import places
 from curvlens.studies.sgd_and_adam import QUADRATICS, quadratic, shown
@@ -93,3 +100,13 @@ def test_places_of_a_curve_are_distinct_and_reach_both_ends():
         assert found[0] == 0
         assert found[-1] == count - 1
         assert found == sorted(set(found))
+
+
+def test_shares_of_a_block_add_up():
+    generator = torch.Generator().manual_seed(0)
+    pairs = torch.rand(10, 10, generator=generator, dtype=torch.float64)
+    pairs = (pairs + pairs.mT).tolist()
+    names = list(block_map.GROUPS)
+    groups = (block_map.ATTENTION, block_map.NORMS, block_map.FEED)
+    parts = [block_map.share(pairs, a, b, names) for i, a in enumerate(groups) for b in groups[i:]]
+    assert sum(parts) == pytest.approx(1)

@@ -21,13 +21,17 @@ def test_keep_and_render(tmp_path):
     # the link of the table is the heading's anchor
     (anchor,) = re.findall(r"\| \[A-8\]\(#([^)]*)\)", text)
     assert anchor == "a-8-linear-mlps-grow-alike-at-every-depth"
+    # what was not measured is said
+    (left,) = re.findall(r"Not on this page yet.*: (.*)\.\n", text)
+    assert left.split(", ") == [name for name in studies.names() if name != "A-8"]
     (image,) = re.findall(r"!\[.*\]\((.*)\)", text)
     assert (docs / image).stat().st_size > 2000
     for finding in made.findings:
         assert finding.what in text
-    # six digits are kept: the findings are the same to that
+    # so many digits are kept that the findings are the same, those on exact laws too
     for a, b in zip(studies.read(kept).findings, made.findings, strict=True):
-        assert abs(a.ours - b.ours) <= 2e-5 * max(1, abs(b.ours))
+        assert abs(a.ours - b.ours) <= 1e-10 * max(1, abs(b.ours))
+        assert a.outcome == b.outcome
 
 
 def test_the_page_is_that_of_its_measurements():

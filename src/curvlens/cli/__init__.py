@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -56,6 +57,7 @@ def curvlens(
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """The exit code of a command line, `sys.argv` unless given. What went wrong is one line on stderr."""
+    warnings.formatwarning = _one_line  # type: ignore[assignment]
     try:
         code = app(arguments, prog_name="curvlens", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
@@ -76,6 +78,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
         complain("interrupted before it was done")
         return INCOMPLETE
     return code if isinstance(code, int) else DONE
+
+
+def _one_line(message: Any, *_: Any) -> str:
+    """A warning as the other complaints are, without the place in the code."""
+    return f"curvlens: {' '.join(str(message).split())}\n"
 
 
 def _usage(error: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -122,6 +123,9 @@ class Density:
         change by its last quarter of steps stands.
         """
 
+        if not self.samples:
+            return Estimate(what, math.nan, math.inf, 0, self.products, False, self.stopped)
+
         def combined(means: Tensor) -> Tensor:
             return means[0] if of is None else of(*means)
 
@@ -136,6 +140,11 @@ class Density:
         return Estimate(
             what, value.item(), error.item(), self.samples, self.products, self.converged, self.stopped
         )
+
+    def top(self, part: float = 1.0) -> Tensor:
+        """The largest Ritz value by magnitude, of all probes, after a part of their steps."""
+        steps = int(self.counts.max())
+        return self._quadrature(steps - math.ceil(part * steps))[0].abs().max()
 
     def moment(self, power: int) -> Estimate:
         """`tr H^p / n`. The quadrature is exact for p up to 2m - 1, so the error is that of the probes alone."""
@@ -187,6 +196,8 @@ def common_support(
     densities: list[Density], symlog: bool = False, bins: int = 400, relative_width: float = 0.01
 ) -> Support:
     """One support for several densities: the range of all their nodes."""
+    if not all(density.samples for density in densities):
+        raise ValueError("expected densities of at least one probe, got one without; allow more products")
     low = min(density.nodes.min().item() for density in densities)
     high = max(density.nodes.max().item() for density in densities)
     threshold = 1e-4 * (max(-low, high) or 1.0) if symlog else None
@@ -241,8 +252,10 @@ def _densities(
 ) -> dict[str, Density]:
     if not H.symmetric:
         raise ValueError(f"expected a symmetric operator for a spectral density, got {H}")
-    if samples < 1 or steps < 1:
-        raise ValueError(f"expected at least one sample and one step, got {samples} and {steps}")
+    if samples < 1 or steps < 1 or chunk < 1:
+        raise ValueError(
+            f"expected at least one sample, one step and a chunk of one, got {samples}, {steps}, {chunk}"
+        )
     settings = identity(H, seed=seed, steps=steps, chunk=chunk, names=list(sizes), parts=len(parts))
     with Run("density", settings, **budget) as run:
         found, done = _run(run, parts, samples, steps, seed, chunk)
@@ -287,7 +300,9 @@ def _run(
             state["current"] = None
         while not current.finished and run.affordable(1, len(indices)):
             current.advance(run)
-            shown = f"probe {indices[-1] + 1}/{samples}"
+            shown = (
+                f"probe {indices[-1] + 1}/{samples}  mean {_mean([*finished, current.result()], len(parts))}"
+            )
             run.step(
                 lambda current=current, known=tuple(finished): {  # type: ignore[misc]
                     "finished": list(known),
@@ -308,6 +323,13 @@ def _run(
         own = own or [Recurrence.begin(*parts[i], range(0), 1, seed).result()]
         results.append({key: torch.cat([result[key] for result in own]) for key in own[0]})
     return results, len(finished) == len(units)
+
+
+def _mean(results: list[dict[str, Tensor]], parts: int) -> str:
+    """The mean eigenvalue ± error so far, of the part at hand."""
+    own = [result["moments"][:, 0, 0] for result in results[(len(results) - 1) % parts :: parts]]
+    mean, error = mean_and_error(torch.cat(own))
+    return pm(mean.item(), error.item())
 
 
 def _column(result: dict[str, Tensor], b: int) -> dict[str, Tensor]:

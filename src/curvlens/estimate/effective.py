@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def negative_fraction(
         )
     if by != "count":
         raise ValueError(f'expected by to be "curvature" or "count", got {by!r}')
-    bound = -threshold * found.nodes.abs().max()
+    bound = -threshold * found.nodes.abs().max() if found.samples else 0.0
     return found.spectral("negative fraction of eigenvalues", lambda x: (x < bound).to(x.dtype) / found.size)
 
 
@@ -75,6 +76,10 @@ def condition(
         subspace = eigsh(H, k, "LM", **settings)
     if isinstance(subspace, Eigenpairs):
         magnitude = subspace.values.abs()
+        if not len(magnitude):
+            return Estimate(
+                "condition number", math.nan, math.inf, 0, subspace.products, False, subspace.stopped
+            )
         low, high = int(magnitude.argmin()), int(magnitude.argmax())
         value = (magnitude[high] / magnitude[low]).item()
         relative = (subspace.residuals / magnitude)[[low, high]].sum().item()

@@ -6,13 +6,11 @@ and puts what their images leave over in their place. Start vectors, blocks, res
 `F` that wait, and fresh random rows after a breakdown are all one case of this identity.
 
 Lanczos from one vector sees one copy of a repeated eigenvalue. So after convergence a random vector starts a chain
-of its own in the rest of the space. A copy that was missed is the largest thing there, and shows: by Kuczynski
-and Wozniakowski (1992) j products find `1 - ε` of it except with probability `1.65 sqrt(n) exp(-(2j - 1) sqrt(ε))`.
+of its own in the rest of the space, where a copy that was missed is the largest thing, and shows (`copies`).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +18,13 @@ import torch
 from torch import Tensor
 
 from curvlens.estimate import vectors
+from curvlens.estimate.copies import BEYOND, Chain, longest
 from curvlens.estimate.probes import probes_like
 from curvlens.estimate.result import pm, table
 from curvlens.estimate.run import Run, identity
 from curvlens.operator import Operator, free_memory
 
 WHICH = ("LM", "LA", "SA", "both")
-MISS, DEPTH = 0.1, 0.5  # a missed copy shows at least 1 - DEPTH of itself, except with probability MISS
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,7 +80,7 @@ def eigsh(
     true to a tenth of the tolerance, they are computed again from k products. Up to `4 basis` vector operations a
     product.
     """
-    _check(H, k, which)
+    _check(H, k, which, tol)
     n = H.domain.size
     capacity = min(n, max(4 * k, 40) if basis is None else basis)
     if capacity < min(n, k + 2 * block):
@@ -102,11 +100,13 @@ def eigsh(
         return search.result()
 
 
-def _check(H: Operator, k: int, which: str) -> None:
+def _check(H: Operator, k: int, which: str, tol: float) -> None:
     if not H.symmetric:
         raise ValueError(f"expected a symmetric operator for eigenpairs, got {H}; take H + H.T or H.T @ H")
     if which not in WHICH:
         raise ValueError(f"expected which to be one of {', '.join(WHICH)}, got {which!r}")
+    if not tol > 0:
+        raise ValueError(f"expected a positive tolerance, got {tol}")
     if not 1 <= k <= H.domain.size:
         raise ValueError(f"expected k from 1 to {H.domain.size}, got {k}")
 
@@ -237,36 +237,40 @@ class Search:
     def __init__(self, space: Krylov, k: int, which: str, tol: float, block: int, copies: bool):
         self.space, self.k, self.which, self.tol = space, k, which, tol
         self.block, self.copies = block, copies
-        self.chain = 0  # the latest search for copies; 0 before the first
-        self.left = 0  # products that it still has
-        self.surfaced = False  # whether it has changed the wanted values
-        n = space.H.domain.size
-        self.length = math.ceil(math.log(1.648 * math.sqrt(n) / MISS) / (2 * math.sqrt(DEPTH)) + 0.5)
+        self.size = space.H.domain.size
+        self.chain: Chain | None = None  # the latest search for copies
 
     def step(self) -> bool:
         """Explore one block of directions; False at the end."""
         space, run = self.space, self.space.run
-        n = space.H.domain.size
         values, coordinates, residuals = self.ritz = space.ritz()
         order = self.order(values)
         wanted = order[: self.k]
         open_ = [i for i in wanted if residuals[i] > self.threshold(values, i)]
         done = len(wanted) == self.k and not open_
         self.converging = self.k - len(open_)
-        if space.size == n or (done and self._searched()):
+        if space.size == self.size or (done and self._searched(values[wanted].tolist())):
             run.stopped = "tolerance"
             return False
         rows = self._search_rows() if done else self._residual_rows(open_ or wanted)
-        self.surfaced |= not done
-        rows = rows[: n - space.size]
+        rows = rows[: self.size - space.size]
         if not run.affordable(1, len(rows) + 1):  # the last product checks the residuals
             return False
-        if space.size + len(rows) > space.capacity:
+        if space.size + self._room(done, len(rows)) > space.capacity:
             keep = order[: self._keep()]
             space.restart(coordinates[:, keep], values[keep])
-        self.left -= sum(space.chains[row] == self.chain for row in rows)
+            if self.chain is not None and self.chain.products:
+                self.chain.coefficients = None
         space.expand(rows)
+        if self.chain is not None:
+            self.chain.surfaced |= not done
+            self.chain.went_on(space.projected[-1, -1].item(), vectors.norm(space.pending[-1:]).sum().item())
         return True
+
+    def _room(self, done: bool, rows: int) -> int:
+        """Vectors to come without a restart: those of this step, or of the whole chain that it begins."""
+        begins = done and self.chain is not None and not self.chain.products
+        return longest(self.size) if begins else rows
 
     def order(self, values: Tensor) -> list[int]:
         """Ritz values from the most to the least wanted."""
@@ -282,26 +286,44 @@ class Search:
 
     def threshold(self, values: Tensor, i: int) -> float:
         """`tol |λ|`; for a value at rounding of the largest, that of the rounding."""
-        floor = self.space.epsilon ** (2 / 3) * values.abs().max().item()
-        return self.tol * max(abs(values[i].item()), floor)
+        return self.tol * max(abs(values[i].item()), self._floor(values))
+
+    def _floor(self, values: Tensor) -> float:
+        """Below it a value is rounding of the largest."""
+        return self.space.epsilon ** (2 / 3) * values.abs().max().item()
 
     def _keep(self) -> int:
         """Ritz vectors that survive a restart: the wanted, and half of the others."""
         return self.k + (self.space.capacity - self.k - self.block) // 2
 
-    def _searched(self) -> bool:
+    def _searched(self, found: list[float]) -> bool:
         """Whether a whole chain has brought nothing new to the wanted values; if not, see that one is under way."""
-        if not self.copies:
+        chain = self.chain
+        if not self.copies or (
+            chain is not None
+            and not chain.brought(found, self.tol, self._floor(self.ritz[0]))
+            and chain.suffices(self._ends(found), self.size)
+        ):
             return True
-        if self.chain and self.left <= 0 and not self.surfaced:
-            return True
-        if not self.chain or self.surfaced:
-            self.chain, self.left, self.surfaced = self.chain + 1, self.length, False
-            self.space.add_random(self.chain)
+        if chain is None or chain.surfaced:
+            self.chain = Chain(1 if chain is None else chain.number + 1, found)
+            self.space.add_random(self.chain.number)
         return False
 
+    def _ends(self, found: list[float]) -> list[tuple[float, bool]]:
+        """Where a copy would count: beyond the least wanted value of each end, and whether that is the upper one."""
+        if self.which == "LM":
+            point = BEYOND * min(abs(value) for value in found)
+            return [(point, True), (-point, False)]
+        upper = found if self.which == "LA" else found[0::2] if self.which == "both" else []
+        lower = found if self.which == "SA" else found[1::2] if self.which == "both" else []
+        ends = [(min(upper), True)] if upper else []
+        ends += [(max(lower), False)] if lower else []
+        return [(x + (BEYOND - 1) * (abs(x) if up else -abs(x)), up) for x, up in ends]
+
     def _search_rows(self) -> list[int]:
-        rows = [i for i, chain in enumerate(self.space.chains) if chain == self.chain]
+        number = self.chain.number if self.chain else 0
+        rows = [i for i, chain in enumerate(self.space.chains) if chain == number]
         return rows or self._new_direction()
 
     def _residual_rows(self, open_: list[int]) -> list[int]:
@@ -318,7 +340,7 @@ class Search:
 
     def _new_direction(self) -> list[int]:
         """After a breakdown the basis is an invariant subspace: go on from a random vector."""
-        self.space.add_random(self.chain)
+        self.space.add_random(self.chain.number if self.chain else 0)
         return [len(self.space.pending) - 1]
 
     def shown(self) -> str:
@@ -329,10 +351,10 @@ class Search:
         return f"{self.converging}/{self.k}  λ {pm(values[top].item(), self.ritz[2][top].item())}"
 
     def state(self) -> dict[str, Any]:
-        return {"chain": self.chain, "left": self.left, "surfaced": self.surfaced}
+        return {"chain": None if self.chain is None else vars(self.chain).copy()}
 
     def load(self, state: dict[str, Any]) -> None:
-        self.chain, self.left, self.surfaced = state["chain"], state["left"], state["surfaced"]
+        self.chain = None if state["chain"] is None else Chain(**state["chain"])
 
     def result(self) -> Eigenpairs:
         space, run = self.space, self.space.run

@@ -10,9 +10,9 @@ from torch import Tensor
 from curvlens.blocks import Blocks
 from curvlens.estimate import vectors
 from curvlens.estimate.probes import probes_like
-from curvlens.estimate.result import BlockMap, Estimate, jackknife, mean_and_error
+from curvlens.estimate.result import BlockMap, Estimate, mean_and_error, shown_pm, students
 from curvlens.estimate.run import Run, identity
-from curvlens.estimate.sampling import PATIENCE, sample
+from curvlens.estimate.sampling import PATIENCE, require_counts, sample
 from curvlens.estimate.trace import nothing, require_square
 from curvlens.operator import Operator
 
@@ -68,11 +68,10 @@ def block_traces(
             return vectors.block_dots(stack, run.apply(H, stack), H.domain)
 
         values, converged = sample(run, measure, samples, tol, chunk)
-    values = values if len(values) else torch.full((1, len(names)), float("nan"), dtype=torch.float64)
+    count = len(values)
+    values = values if count else torch.full((1, len(names)), float("nan"), dtype=torch.float64)
     value, error = mean_and_error(values)
-    return BlockMap(
-        "block traces", names, None, value, error, len(values), run.products, converged, run.stopped
-    )
+    return BlockMap("block traces", names, None, value, error, count, run.products, converged, run.stopped)
 
 
 def block_norms(
@@ -87,88 +86,87 @@ def block_norms(
     """Estimate `||H_ab||_F` for every pair of blocks, by B products a probe.
 
     A probe `v_b` supported on block b gives `||(H v_b)_a||^2`, unbiased for `||H_ab||_F^2`, for every a at once.
-    For a symmetric operator the entries (a, b) and (b, a) are two estimates of one number, and pooled. Roots and
-    errors are those of the jackknife, as in `frobenius`. Only the products with block b's columns are taken, so
-    engines that can skip work do. The state is saved after every block.
+    For a symmetric operator (a, b) and (b, a) are one number, and the samples of both are pooled. Roots and errors are
+    those of the jackknife, as in `frobenius`. Only the products with block b's columns are taken, so engines that can
+    skip work do. With `tol`, after `samples` probes of every block, the block that takes part in most of the entries
+    whose error is still above `tol` times the value gets the next probes. The state is saved after every block.
     """
+    require_counts(samples, tol, chunk)
     pooled = H.symmetric and H.domain == H.codomain
     columns = [H.block(H.codomain, Blocks([block])) for block in H.domain]
     with Run("block norms", identity(H, seed=seed, probe=probe, chunk=chunk), **budget) as run:
         state = run.restore()
-        shape = (0, len(H.codomain), len(columns))
-        values = torch.empty(shape, dtype=torch.float64) if state is None else state["values"]
-        converged = False
-        while not converged:
-            full = _full(values)
-            if full >= samples and (tol is None or _within(values, pooled, tol)):
-                converged, run.stopped = True, "samples" if tol is None else "tolerance"
-            elif full >= (limit := samples if full < samples else PATIENCE * samples):
-                run.stopped = "samples"
+        # samples of squared norms [m, A, B], NaN where a block has fewer probes than another
+        values = torch.empty(0, len(H.codomain), len(columns)).double() if state is None else state["values"]
+        while (b := _next(values, samples, tol, pooled)) is not None:
+            known = _counts(values)
+            lagging = int((known == known.min()).sum()) if known[b] < samples else 1
+            count = min(chunk, samples - int(known[b])) if known[b] < samples else chunk
+            # a map that is whole with few probes, before one with more of them in a part
+            if not (count := run.affordable(count, lagging) or run.affordable(1)):
                 break
-            else:
-                if full == len(values):  # begin a group of probes: all of them block by block
-                    count = run.affordable(min(chunk, limit - full), len(columns))
-                    if not count and full:
-                        break
-                    count = max(1, count)  # a part of the first map is better than none
-                    values = torch.cat([values, torch.full((count, *shape[1:]), torch.nan).double()])
-                if not _fill(run, columns, values[full:], range(full, len(values)), seed, probe, values):
-                    break
+            indices = range(int(known[b]), int(known[b]) + count)
+            images = run.apply(columns[b], probes_like(columns[b], indices, seed, probe))
+            if indices.stop > len(values):
+                rest = torch.full((indices.stop - len(values), *values.shape[1:]), torch.nan).double()
+                values = torch.cat([values, rest])
+            values[indices.start : indices.stop, :, b] = vectors.block_dots(images, images, H.codomain)
+            total = samples * len(columns) if tol is None else None
+            shown = shown_pm(*(x.nan_to_num(posinf=torch.inf) for x in _roots(values, pooled)))
+            run.step(lambda values=values: {"values": values}, total, shown)  # type: ignore[misc]
         value, error = _roots(values, pooled)
+        converged = b is None and (tol is None or bool((error <= tol * value).all()))
+        if b is None:
+            run.stopped = "tolerance" if converged and tol is not None else "samples"
     return BlockMap(
         "block norms",
         H.codomain.names,
         H.domain.names,
         value,
         error,
-        _full(values),
+        int(_counts(values).min()),
         run.products,
         converged,
         run.stopped,
     )
 
 
-def _fill(
-    run: Run,
-    columns: list[Operator],
-    group: Tensor,
-    indices: range,
-    seed: int,
-    probe: str,
-    values: Tensor,
-) -> bool:
-    """Measure the blocks that a group of probes still lacks; False when the budget ends before."""
-    for j, column in enumerate(columns):
-        if not group[0, 0, j].isnan():
-            continue
-        if not run.affordable(1, len(indices)):
-            return False
-        images = run.apply(column, probes_like(column, indices, seed, probe))
-        group[:, :, j] = vectors.block_dots(images, images, column.codomain)
-        run.step(lambda: {"values": values}, values.numel() // len(values[0]), column.domain.names[0])
-    return True
+def _counts(values: Tensor) -> Tensor:
+    """The number of probes of every block, `[B]`."""
+    return (~values[:, 0].isnan()).sum(0)
 
 
-def _full(values: Tensor) -> int:
-    """The number of probes with every block measured."""
-    return int((~values.isnan().any(2).any(1)).sum())
-
-
-def _within(values: Tensor, pooled: bool, tol: float) -> bool:
+def _next(values: Tensor, samples: int, tol: float | None, pooled: bool) -> int | None:
+    """The block whose probes are to come next; None when there are enough, or too many."""
+    known = _counts(values)
+    if known.min() < samples:
+        return int(known.argmin())
+    if tol is None:
+        return None
     value, error = _roots(values, pooled)
-    return bool((error <= tol * value).all())
+    lacking = (error > tol * value).sum(0)
+    lacking[known >= PATIENCE * samples] = 0
+    return int(lacking.argmax()) if lacking.any() else None
 
 
 def _roots(values: Tensor, pooled: bool) -> tuple[Tensor, Tensor]:
     """Norms and errors from squared norms `[m, A, B]`; NaN where nothing was measured."""
-    full = _full(values)
-    if full >= 2:
-        values = values[:full]
-        return _root((values + values.mT) / 2 if pooled else values)
-    squares = torch.cat([values, values.mT]) if pooled else values
-    return squares.nanmean(0).sqrt(), torch.full(values.shape[1:], torch.inf, dtype=torch.float64)
+    if pooled:
+        other = values.mT.clone()
+        other.diagonal(dim1=1, dim2=2).fill_(torch.nan)  # the same numbers, not further ones
+        value, error = _root(torch.cat([values, other]))
+        return (value + value.T) / 2, (error + error.T) / 2  # sums in another order
+    return _root(values)
 
 
 def _root(squares: Tensor) -> tuple[Tensor, Tensor]:
-    value, error = jackknife(squares, torch.sqrt)
+    """The jackknife (see `result`) of the root of the mean over dimension 0; NaN marks a sample not taken."""
+    count = (~squares.isnan()).sum(0)
+    total = squares.nansum(0)
+    whole = (total / count).sqrt()
+    without = ((total - squares).clamp(min=0) / (count - 1)).sqrt()
+    centre = without.nansum(0) / count
+    variance = (count - 1) / count * (without - centre).square().nansum(0)
+    value = torch.where(count > 1, count * whole - (count - 1) * centre, whole)
+    error = torch.where(count > 1, variance.sqrt() * students(count), torch.inf)
     return value.clamp(min=0), error

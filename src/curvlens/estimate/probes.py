@@ -80,11 +80,13 @@ def _orthogonal(
     for group in sorted({index // size for index in indices}):
         last = max(index for index in indices if index // size == group)
         members = range(group * size, last + 1)
-        basis = torch.empty(len(members), blocks.size, dtype=torch.float64, device=device)
+        basis = torch.empty(
+            len(members), blocks.size, dtype=torch.float64
+        )  # on the CPU: the same on all devices
         for i, index in enumerate(members):
-            row = probes(blocks, [index], seed, "gaussian", torch.float64, device)
+            row = probes(blocks, [index], seed, "gaussian")
             vectors.project_out(row, basis[:i])
             basis[i] = row[0] / vectors.norm(row).item()
             wanted[index] = basis[i]
     scale = math.sqrt(blocks.size)
-    return torch.stack([scale * wanted[index] for index in indices]).to(dtype)
+    return torch.stack([scale * wanted[index] for index in indices]).to(device, dtype)

@@ -26,6 +26,15 @@ def student(samples: int) -> float:
     return float(t.ppf((1 + ONE_SIGMA) / 2, samples - 1))
 
 
+def students(counts: Tensor) -> Tensor:
+    """Student's factor for each of many numbers of samples, infinite for fewer than two."""
+    factor = torch.full(counts.shape, torch.inf, dtype=torch.float64)
+    for n in counts.unique().tolist():
+        if n > 1:
+            factor[counts == n] = student(n)
+    return factor
+
+
 def mean_and_error(values: Tensor) -> tuple[Tensor, Tensor]:
     """Mean of independent samples along dimension 0 and its error; NaN marks a sample not taken.
 
@@ -35,10 +44,7 @@ def mean_and_error(values: Tensor) -> tuple[Tensor, Tensor]:
     count = known.sum(0)
     mean = values.nansum(0) / count
     squares = (values - mean).square().nansum(0) / (count - 1).clamp(min=1)
-    factor = torch.ones_like(mean)
-    for n in count.unique().tolist():
-        factor[count == n] = student(n) if n > 1 else math.inf
-    error = (squares / count.clamp(min=1)).sqrt() * factor
+    error = (squares / count.clamp(min=1)).sqrt() * students(count)
     return mean, torch.where(count > 1, error, math.inf)
 
 
@@ -153,6 +159,13 @@ def pm(value: float, stderr: float) -> str:
         return f"{value:.6g} ± {stderr:.0e}"
     digits = 2 + max(0, math.floor(math.log10(abs(value) / stderr))) if value else 2
     return f"{value:.{min(digits + 1, 8)}g} ± {stderr:.2g}"
+
+
+def shown_pm(value: Tensor, stderr: Tensor) -> str:
+    """Many numbers by the norm of the values and that of the errors; one as it is."""
+    if value.dim() == 0:
+        return pm(value.item(), stderr.item())
+    return f"norm {pm(value.norm().item(), stderr.norm().item())}"
 
 
 def table(rows: list[list[str]]) -> str:

@@ -22,6 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from types import TracebackType
 from typing import Any
 
@@ -49,6 +50,7 @@ class Run:
         self.what, self.identity = what, {"what": what, **identity}
         self.max_products, self.max_minutes = max_products, max_minutes
         self.path = None if checkpoint is None else Path(checkpoint)
+        self._check()
         self.products = 0
         self.stopped = ""
         self._progress = _bar(what, progress)
@@ -59,11 +61,30 @@ class Run:
         self._interrupted = False
         self._handler: Any = None
 
+    def _check(self) -> None:
+        for name, allowed in (("max_products", self.max_products), ("max_minutes", self.max_minutes)):
+            if allowed is not None and not allowed >= 0:
+                raise ValueError(f"expected {name} of at least 0, got {allowed}")
+        if self.path is not None and (self.path.is_dir() or not self.path.parent.is_dir()):
+            raise ValueError(
+                f"expected the path of a file in an existing folder as checkpoint, got {self.path}"
+            )
+
+    @property
+    def shows(self) -> bool:
+        """Whether somebody looks: a value that costs something is formed only then."""
+        return self._progress is not None
+
     # -- the budget
 
     def apply(self, operator: Operator, stack: Tensor) -> Tensor:
         """Products with a stack, counted one a vector."""
         images = operator.apply(stack)
+        if not images.isfinite().all():
+            raise ValueError(
+                f"expected finite products, got NaN or infinity from {operator}; look whether the loss is finite, "
+                "or take a dtype of a wider range"
+            )
         self.products += len(stack)
         return images
 
@@ -86,7 +107,7 @@ class Run:
         """The state of an earlier run with the same identity, None where there is none."""
         if self.path is None or not self.path.exists():
             return None
-        saved = torch.load(self.path, map_location="cpu", weights_only=True)
+        saved = _read(self.path)
         if saved["identity"] != self.identity:
             wrong = {
                 key: (value, saved["identity"].get(key))
@@ -130,7 +151,7 @@ class Run:
             warnings.warn(f"the state is not kept in {self.path}: {error.strerror or error}", stacklevel=2)
             self.path = None
         except RuntimeError as error:  # the same, as torch.save puts it
-            if "PytorchStreamWriter" not in str(error):
+            if "inline_container" not in str(error) and "PytorchStreamWriter" not in str(error):
                 raise
             warnings.warn(f"the state is not kept in {self.path}: is the disk full?", stacklevel=2)
             self.path = None
@@ -167,6 +188,19 @@ class Run:
         self._interrupted = True
 
 
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, UnpicklingError) as error:
+        raise ValueError(
+            f"expected the state of an estimation in {path}, got a file that cannot be read; "
+            "delete it, or give another checkpoint path"
+        ) from error
+    if not isinstance(saved, dict) or not {"identity", "products", "state"} <= saved.keys():
+        raise ValueError(f"expected the state of an estimation in {path}, got another file of torch")
+    return saved
+
+
 class _Bar:
     """Products done, the current value and the time left, on stderr."""
 
@@ -200,8 +234,10 @@ def _bar(what: str, progress: bool | None) -> _Bar | None:
     return _Bar(what) if shown else None
 
 
-def identity(operator: Operator, **settings: Any) -> dict[str, Any]:
+def identity(operator: Operator, *, seed: int = 0, **settings: Any) -> dict[str, Any]:
     """What a saved state belongs to: the operator's space and numbers, and the settings of the estimator."""
+    if not isinstance(seed, int):
+        raise ValueError(f"expected a whole number as seed, got {seed!r}")
     shapes = [[block.name, list(block.shape)] for block in operator.domain]
     rows = [[block.name, list(block.shape)] for block in operator.codomain]
-    return {"domain": shapes, "codomain": rows, "dtype": str(operator.dtype), **settings}
+    return {"domain": shapes, "codomain": rows, "dtype": str(operator.dtype), "seed": seed, **settings}

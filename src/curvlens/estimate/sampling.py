@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from curvlens.estimate.result import mean_and_error, pm
+from curvlens.estimate.result import mean_and_error, shown_pm
 from curvlens.estimate.run import Run
 
 Summary = Callable[[Tensor], tuple[Tensor, Tensor]]  # samples [m, ...] -> value and error [...]
@@ -28,8 +29,7 @@ def sample(
     Without `tol`: `samples` of them. With it: at least `samples`, then on until every error is at most
     `tol |value|`. `measure` takes a range of at most `chunk` probe indices, at `cost` products each.
     """
-    if samples < 1 or chunk < 1:
-        raise ValueError(f"expected at least one sample and a chunk of at least one, got {samples}, {chunk}")
+    require_counts(samples, tol, chunk)
     state = run.restore()
     values = torch.empty(0) if state is None else state["values"]
     while not _enough(values, samples, tol, summary):
@@ -40,8 +40,9 @@ def sample(
             return values, False
         new = measure(range(len(values), len(values) + count))
         values = new if not len(values) else torch.cat([values, new])
-        shown = _shown(values, summary)
-        run.step(lambda values=values: {"values": values}, samples * cost, shown)  # type: ignore[misc]
+        shown, share = _shown(values, tol, summary)
+        total = cost * max(samples, math.ceil(share * len(values)))
+        run.step(lambda values=values: {"values": values}, total, shown)  # type: ignore[misc]
     run.stopped = "samples" if tol is None else "tolerance"
     return values, True
 
@@ -55,8 +56,20 @@ def _enough(values: Tensor, samples: int, tol: float | None, summary: Summary) -
     return bool((error <= tol * value.abs()).all())
 
 
-def _shown(values: Tensor, summary: Summary) -> str:
-    if values.dim() > 1 or len(values) < 2:
-        return ""
+def _shown(values: Tensor, tol: float | None, summary: Summary) -> tuple[str, float]:
+    """The value ± error (their norms, for many), and how many times these samples the tolerance is likely to take."""
+    if len(values) < 2:
+        return "", 0
     value, error = summary(values)
-    return pm(value.item(), error.item())
+    text = shown_pm(value, error)
+    if tol is None:
+        return text, 0
+    share = (error / (tol * value.abs())).square().nan_to_num(0).max().item()  # errors shrink with the root
+    return text, min(share, PATIENCE)
+
+
+def require_counts(samples: int, tol: float | None, chunk: int) -> None:
+    if samples < 1 or chunk < 1:
+        raise ValueError(f"expected at least one sample and a chunk of at least one, got {samples}, {chunk}")
+    if tol is not None and not tol > 0:
+        raise ValueError(f"expected a positive tolerance, got {tol}")

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from curvlens.estimate import vectors
 from curvlens.estimate.probes import probes_like
-from curvlens.estimate.result import Estimate, mean_and_error, pm, student
+from curvlens.estimate.result import Estimate, mean_and_error, shown_pm, student
 from curvlens.estimate.run import Run, identity
-from curvlens.estimate.sampling import PATIENCE, sample
+from curvlens.estimate.sampling import PATIENCE, require_counts, sample
 from curvlens.operator import Operator, free_memory
 
 METHODS = ("xtrace", "xnystrace", "hutchinson")
@@ -87,17 +87,18 @@ class Sketch:
 
     def until(self, samples: int, tol: float | None, chunk: int) -> tuple[Tensor, Tensor, bool]:
         """Add probes until there are enough: value, error, and whether they are."""
+        require_counts(samples, tol, chunk)
         self._require_room(samples)
         self._load(self.run.restore())
         # with as many probes as dimensions the sketch is the operator
         most = min(samples if tol is None else PATIENCE * samples, self.size)
-        target, shown = min(samples, most), ""
+        target, shown, seen = min(samples, most), "", 1
         while target < self.count:  # the same looks at the tolerance as in a run without a break
             target = min(most, target + max(chunk, target // 4))
         while True:
             if self.count >= target or self.exhausted:
                 value, error = self.estimate()
-                shown = pm(value.norm().item(), error.norm().item())
+                shown = shown_pm(value, error)
                 done = self.exhausted or tol is None or bool(error.norm() <= tol * value.norm())
                 if done or self.count >= most:
                     self.run.stopped = "samples" if tol is None or not done else "tolerance"
@@ -107,6 +108,8 @@ class Sketch:
             if count <= 0:
                 return (*self.estimate(), False)
             self.add(probes_like(self.H, range(self.count, self.count + count), self.seed, self.kind))
+            if self.run.shows and self.count >= 2 * seen:
+                seen, shown = self.count, shown_pm(*self.estimate())
             self.run.step(self._state, most * self.vectors_a_probe if tol is None else None, shown)
 
     @property

@@ -166,6 +166,8 @@ class SelfAttention:
         W = self.weights[kind]
         if self.stacked:
             return W[self.group(kind, h)]
+        if self.heads == 1:
+            return W
         if kind == "out":
             return W.unflatten(0, (self.heads, -1))[h]
         return W.unflatten(1, (self.groups[kind], -1))[:, self.group(kind, h)]
@@ -216,6 +218,7 @@ class SelfAttention:
             return (count, 0)
         return (count, 0 if kind == "out" else 1) if self.heads > 1 else None
 
+    @cached_property
     def cells(self) -> dict[str, tuple[str, int, bool]]:
         """Kind, head (of its own kind) and whether it is a bias, of every block or head of a block."""
         names = {}
@@ -325,7 +328,8 @@ class SelfAttention:
             )
         if self.turns is not None and max(tokens.lengths) > len(self.turns):
             raise ValueError(
-                f"expected sequences of at most {len(self.turns)} tokens, as there are turns, got {max(tokens.lengths)}"
+                f"expected sequences of at most {len(self.turns)} tokens, as there are turns, got "
+                f"{max(tokens.lengths)}"
             )
         if tokens.stacked.dtype != W.dtype or tokens.stacked.device != W.device:
             raise TypeError(

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from curvlens.blocks import Block, Blocks
+from curvlens.blocks import Blocks
 from curvlens.exact.attention import SelfAttention
 from curvlens.exact.attention_head import Groups, Head
 from curvlens.exact.attention_product import AttentionOperator
@@ -109,8 +109,8 @@ class AttentionCurvature:
 
     def __init__(self, layer: SelfAttention, heads: list[Head], loss: TokenLoss):
         self.layer, self.heads, self.loss = layer, heads, loss
-        self.names = layer.cells()
-        self.blocks: dict[str, Block] = {block.name: block for block in layer.blocks.heads()}
+        self.names = layer.cells
+        self.blocks = {block.name: Blocks([block]) for block in layer.blocks.heads()}
         self._jacobians: dict[str, list[Jacobian]] = {}
         self._stacks: dict[tuple[object, ...], Stack] = {}
         self._products: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
@@ -327,8 +327,8 @@ class AttentionCurvature:
     def _cell(self, row: str, column: str, terms: list[Term]) -> KroneckerSum | None:
         if not terms:
             return None
-        return KroneckerSum.of(terms, Blocks([self.blocks[row]]), Blocks([self.blocks[column]]))
+        return KroneckerSum.of(terms, self.blocks[row], self.blocks[column])
 
     def _over(self, operator: object, row: str, column: str) -> KroneckerSum:
         assert isinstance(operator, KroneckerSum)
-        return operator.over(Blocks([self.blocks[row]]), Blocks([self.blocks[column]]))
+        return operator.over(self.blocks[row], self.blocks[column])

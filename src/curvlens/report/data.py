@@ -171,17 +171,17 @@ class Depth:
 
 
 @dataclass(frozen=True)
-class NormGain:
-    """One norm: the deviation of what enters it, and `gain`, by how much it scales a change of that.
+class NormGains:
+    """Every norm: the deviation of what enters it, and `gain`, by how much it scales a change of that.
 
     `deviation` is √(mean over tokens of var), `gain` is √(mean of γ² / (var + ε)) over tokens and features, and
     `epsilon` the mean share of ε in var + ε. For RMSNorm `var` is the mean square.
     """
 
-    name: str
-    deviation: float
-    gain: float
-    epsilon: float
+    names: list[str]
+    deviation: list[float]
+    gain: list[float]
+    epsilon: list[float]
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ class Report:
     bounds: list[BoundRow] = field(default_factory=list)
     sharpness: list[Sharpness] = field(default_factory=list)
     noise: list[Noise] = field(default_factory=list)
-    norms: list[NormGain] = field(default_factory=list)
+    norms: NormGains | None = None
 
     # -- writing and reading
 

@@ -9,10 +9,10 @@ from textwrap import wrap
 from typing import Literal, NamedTuple
 
 import torch
-from torch import nn
 
 from curvlens import families
 from curvlens.engine import ENGINES
+from curvlens.kernels.inside_models import PLAIN
 from curvlens.landscape import Landscape
 from curvlens.operator import free_memory
 from curvlens.report.files import writable
@@ -161,7 +161,7 @@ def of_a_model(land: Landscape) -> list[Part]:
         Part("model", "fine", f"{type(land.model).__name__}, {land.blocks.size:,} parameters"),
         Part("family", "fine" if known else "note", words),
         Part("data", "fine", f"{land.weight:,.0f} scored tokens, loss {land.loss.name}"),
-        Part("attention", "fine", _implementation(land.model)),
+        Part("attention", "fine", _attention_words(land)),
     ]
     plans = plans_of(land)
     found += [Part(f"product {name}", "fine" if p.fits else "note", str(p)) for name, p in plans.items()]
@@ -174,6 +174,12 @@ def of_a_model(land: Landscape) -> list[Part]:
     return found
 
 
-def _implementation(model: nn.Module) -> str:
-    kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    return f"{kind or 'its own'}; run by mathematics that can be differentiated twice"
+def _attention_words(land: Landscape) -> str:
+    """Which attention runs inside of a product."""
+    kind = getattr(getattr(land.model, "config", None), "_attn_implementation", None)
+    if kind == "eager":
+        return 'as the model writes it (eager); model.set_attn_implementation("sdpa") spares memory at long sequences'
+    length = max((t.shape[1] for piece in land.pieces() for t in piece.tensors() if t.dim() > 1), default=0)
+    if length**2 > PLAIN:
+        return f"{length} tokens: curvlens' own, tile by tile, in memory linear in the length"
+    return f"{length} tokens: PyTorch's plain one; beyond {PLAIN**0.5:.0f} curvlens' own, linear in memory, takes over"

@@ -101,7 +101,7 @@ def _panel(
     suffix = "-" + panel.name if panel.name else ""
     wide.name, small.name = f"svg-{content.name}{suffix}", f"svg-{content.name}{suffix}-small"
     drawn = wide.svg(common=shared[0])
-    if wide.grid and wide.width <= 1.3 * NARROW:  # shrinks a little on a phone
+    if wide.width <= 1.3 * NARROW:  # shrinks a little on a phone
         drawn = _classed(drawn, "fits")
     elif (
         wide.grid and wide.grid["rows"] * wide.grid["cols"] > TWICE

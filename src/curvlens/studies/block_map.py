@@ -23,7 +23,7 @@ STATES = ("initial", "trained")
 ATTENTION = ("attn.query", "attn.key", "attn.value", "attn.out")
 FEED = ("mlp.up", "mlp.down")
 NORMS = ("norm1", "norm1.bias", "norm2", "norm2.bias")
-GROUPS = (*ATTENTION, *NORMS, *FEED)
+GROUPS = (*ATTENTION, *NORMS[:2], *FEED, *NORMS[2:])  # in the order of a post-norm block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,10 @@ def dense(net: nets.GPT, ids: Tensor, labels: Tensor) -> tuple[Tensor, dict[str,
     R = hessian(of_net(net), embedded(net, ids), next_tokens(labels), loss="cross-entropy")
     space = R.blocks.select(*(f"layer.0.{name}" for name in GROUPS))
     H = R.total.block(space).dense()
-    return H, {name.removeprefix("layer.0."): span for name, span in space.ranges.items()}
+    at = {name.removeprefix("layer.0."): span for name, span in space.ranges.items()}
+    if tuple(at) != GROUPS:
+        raise ValueError(f"expected the weights in the order {', '.join(GROUPS)}, got {', '.join(at)}")
+    return H, at
 
 
 def share(
@@ -134,8 +137,8 @@ SAID = {
 def figure(config: Blocks, made: dict[str, Any]) -> Any:
     drawing, axes = draw.panels(2, width=3.6, height=3.2)
     d = config.width
-    sizes = [d * d] * 4 + [d] * 4 + [4 * d * d] * 2
-    labels = ["Q", "K", "V", "O", "", "norms", "", "", "up", "down"]
+    sizes = [d * d] * 4 + [d] * 2 + [4 * d * d] * 2 + [d] * 2
+    labels = ["Q", "K", "V", "O", "", "  LN", "up", "down", "LN", ""]
     total = sum(sizes)
     for axis, state in zip(axes.flat, STATES, strict=True):
         shown = made[f"{state}: map"]
@@ -143,7 +146,7 @@ def figure(config: Blocks, made: dict[str, Any]) -> Any:
         image = axis.imshow(shown, extent=(0, 1, 1, 0), cmap="magma", vmin=max(top - 7, FLOOR), vmax=top)
         at, middles = 0.0, []
         for size in sizes:
-            middles.append((at + size / 2) / total)
+            middles.append(at + size / 2 / total)
             at += size / total
             axis.axvline(at, color="w", lw=0.3)
             axis.axhline(at, color="w", lw=0.3)
@@ -173,6 +176,6 @@ STUDY = Study(
     numbers=numbers,
     judge=judge,
     plot=figure,
-    remarks="Exact, by products in closed form; post-norm, one head, ReLU, as in paper B, on digit addition. The four "
-    "weights of the two norms stand between attention and FFN.",
+    remarks="Exact, by products in closed form; post-norm, one head, ReLU, as in paper B, on digit addition. The "
+    "weights of each norm stand after the sublayer it follows.",
 )

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from curvlens.studies.embedding_scale import logarithmic
-from curvlens.studies.growth_without_norm import Growth, figure, measure, norms_beside, numbers, units
+from curvlens.studies.growth_without_norm import (
+    EVERY_OTHER,
+    Growth,
+    figure,
+    measure,
+    norms_beside,
+    numbers,
+    units,
+)
 from curvlens.studies.study import Finding, Study, between, near
 
 REFERENCE = {"total value": (17.5, 2.67, 5.91e-3), "total query": (3.81, 1.59, 6.61e-2)}
@@ -14,9 +22,6 @@ RANGES = {
     "above 1": {"total value": -1.95, "total query": -1.02},
 }
 DIGITS = "the paper's curves carry errors of 3 to 10 % and bend, so that a fitted exponent moves by some tenths: 0.15"
-
-
-EVERY_OTHER = tuple(s for i, s in enumerate(logarithmic(-2, 1, 20)) if i % 2 == 0 or i == 19)  # both ends
 
 
 def judge(config: Growth, made: dict[str, Any]) -> list[Finding]:

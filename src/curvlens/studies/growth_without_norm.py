@@ -12,6 +12,7 @@ from curvlens.studies.study import Config, Finding, Study, mean95, near, ratio
 from curvlens.studies.top_layer import of_network
 
 PARTS = ("outer", "functional", "total")
+EVERY_OTHER = tuple(s for i, s in enumerate(logarithmic(-2, 1, 20)) if i % 2 == 0 or i == 19)  # both ends
 LAWS = {  # equation 5, the diagonal blocks of value and query
     "outer value": 2,
     "outer query": 6,
@@ -163,7 +164,7 @@ STUDY = Study(
     "as σ⁶; the functional value block is zero.",
     presets={
         "smoke": Growth(width=8, sequences=4, repeats=2, scales=logarithmic(-2, 1, 7)),
-        "cpu": Growth(repeats=3),
+        "cpu": Growth(repeats=3, scales=EVERY_OTHER),
         "paper": Growth(),
     },
     units=units,

@@ -204,6 +204,7 @@ def figure(config: Third, made: dict[str, Any]) -> Any:
             draw.legend(axis)
         else:
             axis.text(0.5, 0.5, "zero", transform=axis.transAxes, ha="center", fontsize=9, color="0.4")
+            axis.set_axis_off()
     return drawing
 
 
@@ -225,6 +226,7 @@ STUDY = Study(
     judge=judge,
     plot=figure,
     remarks="No paper has these powers: they were derived first, by counting the scores that derivatives fall on (see "
-    "`third_order.laws`), and measured after. Autodiff in float64, confirmed by the fourth cumulant in closed form and "
+    "`third_order.laws`), and measured after. Autodiff in float64, confirmed by the fourth cumulant in closed "
+    "form and "
     "by differences of the closed form of the Hessian. One layer, mean squared error with fixed targets.",
 )

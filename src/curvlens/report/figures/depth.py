@@ -6,7 +6,7 @@ import math
 
 from curvlens.report.data import Depth, Number, Report
 from curvlens.report.figures.dots import Series, dots, log_range
-from curvlens.report.figures.figure import Figure, Panel, Table
+from curvlens.report.figures.figure import NARROW, Figure, Panel, Table
 from curvlens.report.figures.missing import sentence
 from curvlens.report.figures.words import number
 
@@ -47,39 +47,37 @@ def depth_profile(report: Report) -> Figure | str:
 
 
 def norm_gains(report: Report) -> Figure | str:
-    if not report.norms:
+    norms = report.norms
+    if norms is None:
         return sentence(report, "The gains of the norms", "gains")
-    names = [norm.name for norm in report.norms]
-    series = [Series("gain γ / σ", "total", [norm.gain for norm in report.norms])]
-    worst = max(report.norms, key=lambda norm: norm.gain)
+    series = [Series("gain γ / σ", "total", norms.gain)]
+    worst = max(range(len(norms.names)), key=norms.gain.__getitem__)
     return Figure(
         "gains",
         "What the norms do to curvature",
-        f"{worst.name} scales changes most, by {number(worst.gain)}, and so curvature by "
-        f"{number(worst.gain**2)}; what enters "
-        f"it has a deviation of {number(worst.deviation)}.",
-        "Root mean square over tokens and features of γ / √(var + ε), the size of a norm's Jacobian: curvature "
-        "above the "
-        "norm reaches its input times the square of it. Exact.",
+        f"{norms.names[worst]} scales changes most, by {number(norms.gain[worst])}, and so curvature by "
+        f"{number(norms.gain[worst] ** 2)}; what enters it has a deviation of {number(norms.deviation[worst])}.",
+        "Root mean square over tokens and features of γ / √(var + ε), the size of a norm's Jacobian: curvature above "
+        "the norm reaches its input times the square of it. Exact.",
         (
             Panel(
                 lambda width: dots(
                     "gains",
                     "Gain of each norm",
                     "One row a norm in the order of the forward pass.",
-                    names,
+                    norms.names,
                     series,
                     log_range(series),
                     unit="γ / σ",
                     connect=True,
-                    width=width,
+                    width=min(width, 1.25 * NARROW),
                     lines=[(1.0, "1")],
                 )
             ),
         ),
         Table(
             ("norm", "deviation of its input", "gain", "share of ε"),
-            tuple((norm.name, norm.deviation, norm.gain, norm.epsilon) for norm in report.norms),
+            tuple(zip(norms.names, norms.deviation, norms.gain, norms.epsilon, strict=True)),
         ),
     )
 

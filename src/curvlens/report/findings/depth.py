@@ -9,41 +9,48 @@ from curvlens.report.findings.amounts import Amount, amount, certainty, times
 
 
 def sharpening_norms(report: Report) -> Finding | None:
-    found = [norm for norm in report.norms if norm.gain > t.SHARPENING_NORM]
-    if not found:
+    norms = report.norms
+    found = [] if norms is None else [i for i, gain in enumerate(norms.gain) if gain > t.SHARPENING_NORM]
+    if norms is None or not found:
         return None
-    worst = max(found, key=lambda norm: norm.gain)
+    worst = max(found, key=norms.gain.__getitem__)
     return Finding(
         "sharpening-norm",
         "warning",
-        f"{worst.name} divides by a small deviation and sharpens its block",
-        f"What enters {worst.name} has a deviation of {number(worst.deviation)}; scaled up it multiplies "
-        "gradients by "
-        f"{number(worst.gain)} and curvature by the square of that.",
-        [f"{n.name}: σ = {number(n.deviation)}, γ/σ = {number(n.gain)}" for n in found[:6]],
+        f"{norms.names[worst]} divides by a small deviation and sharpens its block",
+        f"What enters {norms.names[worst]} has a deviation of {number(norms.deviation[worst])}; scaled up it "
+        "multiplies "
+        f"gradients by {number(norms.gain[worst])} and curvature by the square of that.",
+        [
+            f"{norms.names[i]}: σ = {number(norms.deviation[i])}, γ/σ = {number(norms.gain[i])}"
+            for i in found[:6]
+        ],
         "Exact on the data given: the root mean square over all tokens.",
         "Enlarge what enters (initial scale of embeddings, or of the branch before), lower the norm's weight, "
         "or raise "
         "its ε; a lower learning rate for this block is the plaster.",
         "Closing the Curvature Gap 2025, Theorems 2 and 3",
-        [norm.name for norm in found],
+        [norms.names[i] for i in found],
     )
 
 
 def epsilon_bound(report: Report) -> Finding | None:
-    found = [norm for norm in report.norms if norm.epsilon > t.EPSILON]
-    if not found:
+    norms = report.norms
+    found = [] if norms is None else [i for i, share in enumerate(norms.epsilon) if share > t.EPSILON]
+    if norms is None or not found:
         return None
+    worst = max(found, key=norms.epsilon.__getitem__)
     return Finding(
         "epsilon-bound-norm",
         "notice",
-        f"In {found[0].name} ε is no longer small beside the variance",
-        f"ε makes up {100 * found[0].epsilon:.0f} % of what the norm divides by: it does not normalise, but scales.",
-        [f"{n.name}: ε is {number(n.epsilon, 2)} of var + ε" for n in found[:6]],
+        f"In {norms.names[worst]} ε is no longer small beside the variance",
+        f"ε makes up {100 * norms.epsilon[worst]:.0f} % of what the norm divides by: it does not normalise, but "
+        "scales.",
+        [f"{norms.names[i]}: ε is {number(norms.epsilon[i], 2)} of var + ε" for i in found[:6]],
         "Exact on the data given: the mean over all tokens.",
         "If that is not meant, enlarge what enters the norm; dead embeddings or padding tokens are a usual cause.",
         "Closing the Curvature Gap 2025, Theorem 2, with ε",
-        [norm.name for norm in found],
+        [norms.names[i] for i in found],
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlens import guards
-from curvlens.report.data import NormGain
+from curvlens.report.data import NormGains
 from curvlens.report.stages.context import Context, Outcome, Skip
 
 FITS = 1e-2  # how near an output must be to γ x / √(var + ε) for its module to count as an RMSNorm
@@ -38,9 +38,11 @@ def measure(at: Context) -> Outcome:
             hooks.callback(module.register_forward_hook(watch(name)).remove)
         for piece in land.pieces():
             land.output(land.parameters(), piece)
-    found = [_gain(name, torch.cat(parts)) for name, parts in rows.items()]
-    if not found:
+    if not rows:
         raise Skip("the norms of this model are of a kind that is not known")
+    means = torch.stack([torch.cat(parts).mean(0) for parts in rows.values()])
+    deviation, gain, epsilon = means[:, 0].sqrt(), means[:, 1].sqrt(), means[:, 2]
+    found = NormGains(list(rows), deviation.tolist(), gain.tolist(), epsilon.tolist())
     return Outcome({"norms": found}, "exact")
 
 
@@ -75,8 +77,3 @@ def _tokens(module: nn.Module, x: Tensor, out: Tensor) -> Tensor | None:
             return None
     gain = r.square() * weight.square().mean()
     return torch.stack([variance, gain, epsilon * r.square()], dim=1)
-
-
-def _gain(name: str, tokens: Tensor) -> NormGain:
-    variance, gain, epsilon = tokens.mean(0).tolist()
-    return NormGain(name, variance**0.5, gain**0.5, epsilon)
