@@ -66,11 +66,11 @@ def cases(H: Dense, semidefinite: bool) -> dict[str, tuple[Callable[[int], Any],
     roots = torch.tensor([e.square().mean().sqrt() for e in spectra], dtype=torch.float64)
     means = torch.tensor([e.mean() for e in spectra], dtype=torch.float64)
 
-    @lru_cache(1)
+    @lru_cache(None)
     def density(seed: int) -> estimate.Density:
         return estimate.density(H, seed=seed, chunk=8)
 
-    @lru_cache(1)
+    @lru_cache(None)
     def parts(seed: int) -> dict[str, estimate.Density]:
         return estimate.block_densities(H, seed=seed, chunk=8)
 

@@ -159,7 +159,8 @@ def main() -> None:
 
 
 def measure(L: int, d: int) -> dict[str, dict[str, float]]:
-    p, column = Problem(L, d), {}
+    p = Problem(L, d)
+    column: dict[str, dict[str, float]] = {"load": {"before": os.getloadavg()[0]}}
     for name, rows in (("products", product_rows), ("numbers", number_rows), ("dense", dense_rows)):
         column[name] = rows(p)
         shown = {key: round(value, 3) for key, value in column[name].items()}
@@ -174,8 +175,10 @@ def report(columns: dict[str, dict[str, dict[str, float]]]) -> str:
         "# The exact Hessian of one attention layer",
         "",
         f"float64, two cores (threads used: {torch.get_num_threads()}), torch {torch.__version__}, milliseconds, "
-        "smallest of repeats, one run of `python benchmarks/closed_form_attention.py` a column on an idle machine. "
-        "Columns: (L, d), with d_K = d_V = d, so 3 d² parameters.",
+        "smallest of repeats, one run of `python benchmarks/closed_form_attention.py` a column. Columns: (L, d), with "
+        "d_K = d_V = d, so 3 d² parameters. The machine's load before each run: "
+        + ", ".join(f"{c['load']['before']:.1f}" for c in columns.values())
+        + ".",
     ]
     titles = {
         "dense": "Dense matrix",

@@ -10,7 +10,8 @@ PAGES = sorted(DOCS.glob("*.md"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_snippets_run(page, capsys):
+def test_snippets_run(page, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     names = {}
     for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
         exec(compile(code, str(page), "exec"), names)

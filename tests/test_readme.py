@@ -88,6 +88,9 @@ def test_examples_run(tmp_path, capsys, monkeypatch):
     rates = runpy.run_path(str(ROOT / "examples/stable_rate.py"))
     rates["main"](width=4, warmup=3, steps=3)
     assert "critical rate" in capsys.readouterr().out
+    tracking = runpy.run_path(str(ROOT / "examples/track_training.py"))
+    tracking["main"](tmp_path, steps=4, width=4, every=2, size=4)
+    assert "<figure" in (tmp_path / "track.html").read_text()
     pytest.importorskip("matplotlib").use("Agg")
     picture = runpy.run_path(str(ROOT / "examples/block_map.py"))
     picture["main"](str(tmp_path / "map.png"), width=4, steps=3, samples=2)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from curvlens.training.curvature_aware import CurvatureAware
     from curvlens.training.predict import predict_loss
     from curvlens.training.stability import stability
+    from curvlens.training.tracker import Tracker
 
 __version__ = "0.1.0"
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "CurvatureAware",
     "Landscape",
     "Operator",
+    "Tracker",
     "analyze",
     "block_norms",
     "block_traces",
@@ -74,6 +76,7 @@ _HOMES = {
     "Blocks": "blocks",
     "Landscape": "landscape",
     "Operator": "operator",
+    "Tracker": "training.tracker",
     "as_curvlinops": "interop",  # not in __all__: curvlinops is optional
     "from_curvlinops": "interop",
     "analyze": "report.analyze",
@@ -95,7 +98,7 @@ _HOMES = {
             "eigsh",
             "frobenius",
             "heterogeneity",
-            "negative_fraction",
+            "negative_fraction",  # not in __all__, which keeps to thirty names
             "sharpness",
             "trace",
         ),

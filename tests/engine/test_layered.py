@@ -1,5 +1,7 @@
 """The layer-by-layer engine gives what double backward gives, whatever is asked of it, and leaves the model alone."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,10 +9,10 @@ from torch import nn
 
 import curvlens as cl
 from curvlens import nets
-from curvlens.engine import head
+from curvlens.engine import head, layered
 from curvlens.engine.cut import cut
 from curvlens.engine.segments import Uncut
-from models import MODELS
+from models import MODELS, randomise
 
 UNCUT = ("torch_attention", "linear_mlp")  # models without layers
 # float64, the same sums in another order; the parts of H are compared at its own scale
@@ -80,7 +82,7 @@ def test_logits_are_cut_off_where_a_model_ends_with_them():
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "own_gpt"])
 def test_chunks_of_tokens_change_nothing(name, monkeypatch):
     for tokens in (1, 3, 1000):
-        monkeypatch.setattr(head, "chunk_of_tokens", lambda *_, tokens=tokens: tokens)
+        monkeypatch.setattr(layered, "chunk_of_tokens", lambda *_, tokens=tokens: tokens)
         land = landscape(name)
         for quantity in QUANTITIES.values():
             agree(land, quantity)
@@ -131,6 +133,77 @@ def test_other_losses(loss):
     target = torch.randn(3, 5, 7, dtype=torch.float64)
     function = "mse" if loss == "mse" else lambda output, target: (output - target).pow(4).sum(-1)
     agree(cl.Landscape(model, (ids, target), function))
+
+
+class Shaped(nets.GPT):
+    """With a bias in its head, whose logits it shapes."""
+
+    shape = staticmethod(lambda logits: logits)
+
+    def __init__(self):
+        super().__init__(11, 5, 8, 2, 2, norm="pre", tied=True)
+        self.readout = nn.Linear(11, 11)
+
+    def forward(self, ids):
+        return self.shape(self.readout(super().forward(ids)))
+
+
+SHAPES = {
+    "scaled": lambda logits: logits * 0.3,
+    "divided": lambda logits: logits / 2,
+    "capped": lambda logits: 1.5 * torch.tanh(logits / 1.5),
+    "capped and scaled": lambda logits: (torch.tanh((logits * 0.5).double()) * 2) / 3,
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shaped_logits_never_exist_as_a_whole(name, monkeypatch):
+    monkeypatch.setattr(layered, "chunk_of_tokens", lambda *_: 4)
+    model = randomise(Shaped().double(), torch.Generator().manual_seed(1))
+    model.shape = SHAPES[name]
+    land = cl.Landscape(model, torch.randint(0, 11, (3, 5)))
+    assert not cut(land).projection.shaping.plain
+    assert cut(land).projection.bias == "readout.bias"
+    for quantity in QUANTITIES.values():
+        agree(land, quantity)
+
+
+def test_logits_that_are_shaped_otherwise_exist():
+    model = randomise(Shaped().double(), torch.Generator().manual_seed(1))
+    for shape in (torch.sin, lambda x: x + 1, lambda x: x * x, lambda x: x * model.table):
+        model.table = torch.arange(1.0, 12, dtype=torch.float64)
+        model.shape = shape
+        land = cl.Landscape(model, torch.randint(0, 11, (3, 5)))
+        assert cut(land).projection is None
+        agree(land)
+
+
+def test_soft_capped_logits_of_gemma():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Gemma3TextConfig(
+        vocab_size=11,
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        intermediate_size=12,
+        final_logit_softcapping=1.5,
+        attn_implementation="sdpa",
+        pad_token_id=0,
+    )
+    model = transformers.Gemma3ForCausalLM(config).double().eval()
+    for module in model.modules():  # in its own precision: that of Transformers computes in float32
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(_gemma_norm, module)
+    land = cl.Landscape(model, torch.randint(3, 11, (3, 5)))
+    assert cut(land).projection.shaping == head.Shaping(1.5, 1 / 1.5)
+    for quantity in QUANTITIES.values():
+        agree(land, quantity)
+
+
+def _gemma_norm(module, x):
+    return (1 + module.weight) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.eps)
 
 
 # -- models of one's own

@@ -255,17 +255,32 @@ def test_a_page_of_a_training_run():
             "lambda_min": {"value": -1.0, "error": 0.1},
             "preconditioned": {"value": 10.0**i, "error": 1.0, "threshold": 100.0, "rule": "38/η"},
             "blocks": {"row_norm": [1.0, None], "row_norm_error": [0.1, None], "trace": [-1.0, 0.0]},
-            "train": {"step": [10 * i, 10 * i + 1], "loss": [3.0, 2.9]},
+            "train": {"step": [10 * i, 10 * i + 1], "loss": [3.0, "nan"]},
+            "alignment": {"top": 0.1 * i, "gradient_curvature": 2.0},
+            "heads": {
+                "layers": ["0 attn", "1 attn"],
+                "norms": {"QQ": [[1.0, 2.0], [3.0, None]]},
+                "stderr": {"QQ": [[0, 0.1]] * 2},
+            },
+            "depth": {
+                "names": ["attn", "mlp"],
+                **{
+                    kind: {"frobenius": [1.0, 2.0], "frobenius_error": [0.1, None]}
+                    for kind in ("passed", "created", "total")
+                },
+            },
         }
         for i in range(6)
     ]  # fmt: skip
-    text = page.timeline(Recorded(measurements), [(20, "warm-up ends"), (40, "spike")])
+    found = synthetic.large().findings[:1]
+    text = page.timeline(Recorded(measurements), [(20, "warm-up ends"), (40, "spike")], findings=found)
     check(text)
-    assert text.count("<figure") == 4
+    assert text.count("<figure") == 7
+    assert text.count('class="finding ') == 1
     assert "Above the limit at 3 of 6 measurements" in text
     assert "warm-up ends" in text
     few = page.timeline(Recorded([{"step": 1, "loss": 2.0}]))
-    assert few.count('class="absent"') == 3
+    assert few.count('class="absent"') == 6
     assert list(track.figures(Recorded([]))) == ["The track holds no measurement yet."]
     check(page.timeline(Recorded([])))
 

@@ -24,10 +24,11 @@ from curvlens.cli.doctor import doctor
 from curvlens.cli.exits import DONE, INCOMPLETE, INTERRUPTED, WRONG_INPUT, WrongInput, complain, one_line
 from curvlens.cli.reproduce import reproduce
 from curvlens.cli.scale import scale
+from curvlens.cli.track import track
 from curvlens.cli.verify import verify
 
 # in the order of the help
-COMMANDS: list[Callable[..., None]] = [analyze, verify, reproduce, converge, scale, compare, doctor]
+COMMANDS: list[Callable[..., None]] = [analyze, track, verify, reproduce, converge, scale, compare, doctor]
 
 app = typer.Typer(
     name="curvlens",

@@ -20,12 +20,16 @@ from curvlens.batches import Batch
 from curvlens.blocks import Blocks
 from curvlens.engine import double_backward, forward_over_reverse, layered
 from curvlens.engine.chunks import chunk_size
+from curvlens.engine.job import Job
+from curvlens.engine.kept import Kept
+from curvlens.engine.options import Options, matmul_precision
 from curvlens.engine.quantity import Quantity
+from curvlens.engine.room import Room, is_out_of_memory, remember, room_of
 from curvlens.engine.trust import require_second_derivatives
 from curvlens.landscape import Landscape, Parameters
 
-# From a landscape, a quantity, a piece of the data, the rows' parameters, directions `{parameter: [K, *shape]}` and a
-# chunk size, the products as `(first vector, {parameter: [chunk, *shape]})`, divided by the landscape's weight.
+# From a job, directions `{parameter: [K, *shape]}` and a chunk size, the products as `(first vector,
+# {parameter: [chunk, *shape]})`, divided by the landscape's weight.
 Engine = Callable[..., Iterator[tuple[int, Parameters]]]
 
 ENGINES: dict[str, Engine] = {
@@ -53,21 +57,65 @@ def choose(engine: str, quantity: Quantity) -> str:
 
 
 def product(
-    engine: str, land: Landscape, quantity: Quantity, rows: Blocks, columns: Blocks, stack: Tensor
+    engine: str,
+    land: Landscape,
+    quantity: Quantity,
+    rows: Blocks,
+    columns: Blocks,
+    stack: Tensor,
+    options: Options | None = None,
+    kept: Kept | None = None,
 ) -> Tensor:
-    """`[K, columns] -> [K, rows]`: the given rows of the quantity times vectors over the given columns."""
+    """`[K, columns] -> [K, rows]`: the given rows of the quantity times vectors over the given columns.
+
+    If memory runs out, the product starts again in smaller steps, which are remembered for the landscape.
+    """
     if not len(stack):
         return stack.new_zeros(0, rows.size)
+    options, kept = options or Options(), Kept() if kept is None else kept
     if engine != "layered":  # which probes a sample: the logits of a whole batch may not fit
         land.probe()
-    quantity = quantity.started()
-    result = None
-    with guards.twice_differentiable(land.model, land.device), guards.explained():
+    with (
+        guards.twice_differentiable(land.model, land.device),
+        guards.explained(),
+        matmul_precision(options.precision),
+    ):
         stack = stack.clone() if stack.is_inference() else stack
-        for piece in land.pieces():
-            result = run_piece(engine, land, quantity, piece, rows, columns, stack, result)
-    assert result is not None  # a landscape has data
+        while True:
+            try:
+                result = _product(engine, land, quantity.started(), rows, columns, stack, options, kept)
+                break
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                room = _smaller(engine, land, len(stack), kept)
+                if room is None:
+                    raise MemoryError(
+                        f"expected memory for one vector and one sample at a time, got none left ({error}); "
+                        'use engine="layered", shorter sequences, or fewer rows and columns by .block(...)'
+                    ) from error
+            remember(land, room)  # here the failed attempt holds nothing any more
     land.require_finite(result, "product", given=stack)
+    return result
+
+
+def _product(
+    engine: str,
+    land: Landscape,
+    quantity: Quantity,
+    rows: Blocks,
+    columns: Blocks,
+    stack: Tensor,
+    options: Options,
+    kept: Kept,
+) -> Tensor:
+    samples = room_of(land).samples
+    kept.renew(land, samples)
+    result = None
+    pieces = (part for piece in land.pieces() for part in piece.split(samples))
+    for kept.piece, piece in enumerate(pieces):
+        result = run_piece(engine, land, quantity, piece, rows, columns, stack, result, options, kept)
+    assert result is not None  # a landscape has data
     return result
 
 
@@ -80,6 +128,8 @@ def run_piece(
     columns: Blocks,
     stack: Tensor,
     result: Tensor | None = None,
+    options: Options | None = None,
+    kept: Kept | None = None,
 ) -> Tensor:
     """What one piece of the data adds to the products, or adds to a given result."""
     in_parts = engine == "layered"
@@ -87,10 +137,10 @@ def run_piece(
         require_second_derivatives(land, piece)
     add = in_parts or result is not None
     chunk = vectors_a_pass(land, piece, len(stack), engine)
-    images = ENGINES[engine](
-        land, quantity, piece, list(rows.parameters), columns.to_parameters(stack), chunk
+    job = Job(
+        land, quantity, piece, list(rows.parameters), options or Options(), Kept() if kept is None else kept
     )
-    for start, image in images:
+    for start, image in ENGINES[engine](job, columns.to_parameters(stack), chunk):
         if result is None:  # not before the first pass has freed what it needed
             result = (stack.new_zeros if in_parts else stack.new_empty)(len(stack), rows.size)
         rows.gather(image, result[start : start + chunk], add=add)
@@ -100,4 +150,20 @@ def run_piece(
 
 
 def vectors_a_pass(land: Landscape, piece: Batch, vectors: int, engine: str) -> int:
-    return chunk_size(land, piece, vectors, kept=engine == "double-backward")
+    limit = room_of(land).vectors or vectors
+    if engine == "layered":
+        return min(limit, layered.vectors_a_pass(land, piece, vectors))
+    return min(limit, chunk_size(land, piece, vectors, kept=engine == "double-backward"))
+
+
+def _smaller(engine: str, land: Landscape, vectors: int, kept: Kept) -> Room | None:
+    """Steps smaller than those that memory ran out at; first what is kept is given up."""
+    room = room_of(land)
+    if len(kept):
+        kept.clear()
+        kept.budget = 0
+        return room
+    largest = max(land.pieces(), key=lambda piece: piece.target.numel())
+    samples = min(room.samples or len(largest.target), len(largest.target))
+    tokens = layered.tokens_a_chunk(land) if engine == "layered" else None
+    return room.smaller(vectors_a_pass(land, largest, vectors, engine), tokens, samples)

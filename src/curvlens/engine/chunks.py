@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -44,17 +45,31 @@ def saved_bytes(land: Landscape, piece: Batch) -> int:
     return known[shapes]
 
 
+def layer_bytes(land: Landscape, piece: Batch, layers: int) -> int:
+    """Bytes that a forward pass saves for one layer, told from one sample, so that the whole need not fit."""
+    samples = len(piece.target)
+    return saved_bytes(land, next(piece.split(1))) * samples // max(1, layers)
+
+
 def _measure(land: Landscape, piece: Batch) -> int:
-    seen: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
     leaves = {name: p.requires_grad_() for name, p in land.parameters().items()}
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        value = land.loss.value(land.output(leaves, piece), piece.target)
-    del value
-    for leaf in leaves.values():
+    return bytes_saved_by(
+        lambda: land.loss.value(land.output(leaves, piece), piece.target), list(leaves.values())
+    )
+
+
+def bytes_saved_by(run: Callable[[], object], leaves: list[Tensor]) -> int:
+    """Bytes that the graph of a run holds beside its leaves."""
+    seen: dict[int, torch.UntypedStorage] = {}
+
+    def keep(
+        tensor: Tensor,
+    ) -> None:  # the storage, not the tensor: a node that held its output would never be freed
+        seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept):
+        result = run()
+    del result
+    for leaf in leaves:
         seen.pop(leaf.untyped_storage().data_ptr(), None)
-    return sum(seen.values())
+    return sum(storage.nbytes() for storage in seen.values())

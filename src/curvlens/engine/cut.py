@@ -14,6 +14,7 @@ from torch.func import jvp
 from curvlens import families, guards
 from curvlens.batches import Batch
 from curvlens.engine.head import Projection, find_projection
+from curvlens.engine.room import is_out_of_memory
 from curvlens.engine.segments import Uncut, met, record
 from curvlens.engine.trust import has_own_functions, require_second_derivatives
 from curvlens.landscape import Landscape, Parameters
@@ -52,7 +53,9 @@ def _find(land: Landscape) -> Cut:
     try:
         _verify(land, sample, found)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        raise error if isinstance(error, Uncut) else Uncut(str(error)) from error
+        if isinstance(error, Uncut) or is_out_of_memory(error):
+            raise
+        raise Uncut(str(error)) from error
     return found
 
 

@@ -13,32 +13,47 @@ import torch
 from torch import Tensor
 
 from curvlens.batches import Batch
+from curvlens.engine.chunks import saved_bytes
+from curvlens.engine.job import Job
 from curvlens.engine.quantity import Quantity, replaced_output, share
 from curvlens.landscape import Landscape, Parameters
 
 # from stacks of directions, one for each column parameter, and whether the graph is kept for more of them
-Push = Callable[[list[Tensor], bool], Tensor]
+Push = Callable[[list[Tensor], bool], list[Tensor]]  # to stacks of tangents, one for each output
 Pull = Callable[[list[Tensor], bool], list[Tensor]]  # to stacks of images, one for each row parameter
 
 
-def product(
-    land: Landscape, quantity: Quantity, piece: Batch, rows: list[str], directions: Parameters, chunk: int
-) -> Iterator[tuple[int, Parameters]]:
-    parameters = land.parameters()
-    for name in {*rows, *directions}:
-        parameters[name].requires_grad_()
-    leaves = [parameters[name] for name in rows]
-    columns = [parameters[name] for name in directions]
-    if not quantity.is_gauss_newton:
-        pull = _second_derivative(quantity.scalar(land, piece)(parameters), leaves, columns)
-    elif quantity.at is None:
-        pull = _gauss_newton(land, quantity, piece, parameters, leaves, columns)
-    else:
-        pull = _inner_gauss_newton(land, quantity.at, piece, parameters, leaves, columns)
+def product(job: Job, directions: Parameters, chunk: int) -> Iterator[tuple[int, Parameters]]:
+    pull = job.kept.get("pull")
+    keep = pull is not None
+    if pull is None:
+        pull = _prepared(job, list(directions))
+        if job.kept.budget and not job.quantity.sampled:
+            keep = job.kept.put("pull", pull, graph_bytes(job.land, job.piece, job.quantity))
     count = len(next(iter(directions.values())))
     for start in range(0, count, chunk):
         part = [stack[start : start + chunk] for stack in directions.values()]
-        yield start, dict(zip(rows, pull(part, start + chunk < count), strict=True))
+        yield start, dict(zip(job.rows, pull(part, keep or start + chunk < count), strict=True))
+
+
+def graph_bytes(land: Landscape, piece: Batch, quantity: Quantity) -> int:
+    """About what the graph of a gradient, or of `u ↦ Jᵀ u`, holds: a few times what a forward pass does."""
+    return (2 if quantity.is_gauss_newton else 3) * saved_bytes(land, piece)
+
+
+def _prepared(job: Job, names: list[str]) -> Pull:
+    """The graph of the gradient, ready for any directions of the named parameters."""
+    land, quantity, piece = job.land, job.quantity, job.piece
+    parameters = land.parameters()
+    for name in {*job.rows, *names}:
+        parameters[name].requires_grad_()
+    leaves = [parameters[name] for name in job.rows]
+    columns = [parameters[name] for name in names]
+    if not quantity.is_gauss_newton:
+        return _second_derivative(quantity.scalar(land, piece)(parameters), leaves, columns)
+    if quantity.at is None:
+        return _gauss_newton(land, quantity, piece, parameters, leaves, columns)
+    return _inner_gauss_newton(land, quantity.at, piece, parameters, leaves, columns)
 
 
 def _second_derivative(scalar: Tensor, leaves: list[Tensor], columns: list[Tensor]) -> Pull:
@@ -57,8 +72,8 @@ def _gauss_newton(
     """`Jᵀ M J v`; `J v` is the derivative of `Jᵀ u` with respect to `u`, so forward mode is not needed."""
     output = land.output(parameters, piece)
     middle = quantity.middle(land, piece, output)
-    push = jacobian(output, columns)
-    return lambda directions, keep: pull_back([output], leaves, [middle(push(directions, keep))], keep)
+    push = jacobian([output], columns)
+    return lambda directions, keep: pull_back([output], leaves, [middle(push(directions, keep)[0])], keep)
 
 
 def _inner_gauss_newton(
@@ -73,11 +88,11 @@ def _inner_gauss_newton(
     with replaced_output(land, at) as found:
         scalar = share(land, parameters, piece)
     cut = found()
-    push = jacobian(cut.output, columns)
+    push = jacobian([cut.output], columns)
     gradients = first_gradient(scalar, [cut.replacement, *columns])
 
     def pull(directions: list[Tensor], keep: bool) -> list[Tensor]:
-        cotangents = [push(directions, keep), *directions]
+        cotangents = [*push(directions, keep), *directions]
         # the rest of the model may share what lies below the split, as a residual stream
         at_split, *direct = pull_back(gradients, [cut.replacement, *leaves], cotangents, keep=True)
         below = pull_back([cut.output], leaves, [at_split], keep)
@@ -104,21 +119,24 @@ def first_gradient(
     ]
 
 
-def jacobian(output: Tensor, columns: Sequence[Tensor]) -> Push:
-    """`J v` for a stack of directions, by differentiating `u ↦ Jᵀ u`."""
-    cotangent = torch.zeros_like(output, requires_grad=True)
-    if not output.requires_grad:
-        return lambda directions, keep: output.new_zeros(len(directions[0]), *output.shape)
-    pulled = torch.autograd.grad(
-        output, columns, cotangent, create_graph=True, retain_graph=True, allow_unused=True
-    )
+def jacobian(outputs: Sequence[Tensor], columns: Sequence[Tensor]) -> Push:
+    """`J v` of each output for a stack of directions, by differentiating `u ↦ Jᵀ u`."""
+    live = [o for o in outputs if o.requires_grad]
+    cotangents = [torch.zeros_like(o, requires_grad=True) for o in live]
+    pulled: Sequence[Tensor | None] = [None] * len(columns)
+    if live:
+        pulled = torch.autograd.grad(
+            live, columns, cotangents, create_graph=True, retain_graph=True, allow_unused=True
+        )
     known = [p for p in pulled if p is not None]
 
-    def push(directions: list[Tensor], keep: bool) -> Tensor:
+    def push(directions: list[Tensor], keep: bool) -> list[Tensor]:
         met = [v for p, v in zip(pulled, directions, strict=True) if p is not None]
-        if not met:
-            return output.new_zeros(len(directions[0]), *output.shape)
-        return pull_back(known, [cotangent], met, keep)[0]
+        images = iter(pull_back(known, cotangents, met, keep) if met else [])
+        return [
+            next(images) if met and o.requires_grad else o.new_zeros(len(directions[0]), *o.shape)
+            for o in outputs
+        ]
 
     return push
 

@@ -13,13 +13,13 @@ from torch.func import grad, jvp, vmap
 
 from curvlens.batches import Batch
 from curvlens.engine.double_backward import pull_back
+from curvlens.engine.job import Job
 from curvlens.engine.quantity import Quantity
 from curvlens.landscape import Landscape, Parameters
 
 
-def product(
-    land: Landscape, quantity: Quantity, piece: Batch, rows: list[str], directions: Parameters, chunk: int
-) -> Iterator[tuple[int, Parameters]]:
+def product(job: Job, directions: Parameters, chunk: int) -> Iterator[tuple[int, Parameters]]:
+    land, quantity, piece, rows = job.land, job.quantity, job.piece, job.rows
     if quantity.is_gauss_newton:
         yield from _gauss_newton(land, quantity, piece, rows, directions, chunk)
         return

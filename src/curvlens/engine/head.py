@@ -5,7 +5,8 @@ With `z` the input of the projection, `F = z W + b` the logits, `p = softmax(F)`
     Ḟ = ż W + z Ẇ + ḃ        g = (p − e_y)/n        ġ = (p ∘ Ḟ − p ⟨p, Ḟ⟩)/n
     g_z = g Wᵀ               ġ_z = ġ Wᵀ + g Ẇᵀ       row W: zᵀ ġ + żᵀ g       row b: Σ ġ
 
-Tokens that are not scored take no part. The memory is that of a chunk, two or three times.
+Tokens that are not scored take no part. Logits that the model scales or soft-caps, `φ(F)`, have `ġ` times `φ'` and,
+but for `H_o`, `φ'' ∘ Ḟ ∘ g` more. The memory is that of a chunk, two or three times.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from curvlens.batches import Batch, output_tensor
 from curvlens.engine.quantity import Quantity
+from curvlens.engine.room import FEWEST_TOKENS, room_of
 from curvlens.families.family import is_linear
 from curvlens.landscape import Landscape, Parameters
 from curvlens.losses import IGNORED, CrossEntropy, Loss
@@ -28,18 +30,50 @@ CHUNK_BYTES = {"cuda": 192 * 2**20, "cpu": 32 * 2**20}  # of logits, at a time
 
 
 @dataclass(frozen=True)
+class Shaping:
+    """What a model does to its logits, entry by entry: `φ(F) = a F`, or soft-capped, `φ(F) = a tanh(b F)`."""
+
+    outer: float = 1.0
+    inner: float | None = None
+
+    @property
+    def plain(self) -> bool:
+        return self.outer == 1 and self.inner is None
+
+    def shape_(self, logits: Tensor) -> Tensor:
+        """In place."""
+        if self.inner is not None:
+            logits.mul_(self.inner).tanh_()
+        return logits if self.outer == 1 else logits.mul_(self.outer)
+
+    def slopes(self, shaped: Tensor) -> tuple[Tensor | float, Tensor | None]:
+        """`φ'` and `φ''` where `φ` has the given values; None for zero."""
+        if self.inner is None:
+            return self.outer, None
+        slope = torch.square(shaped / self.outer).neg_().add_(1).mul_(self.outer * self.inner)
+        return slope, (slope * shaped).mul_(-2 * self.inner / self.outer)
+
+
+@dataclass(frozen=True)
 class Projection:
-    """The linear module whose output is the model's output, `z W + b`."""
+    """The linear module whose output, shaped entry by entry, is the model's output, `φ(z W + b)`."""
 
     path: str
     weight: str
     bias: str | None
     transposed: bool  # the parameter is `Wᵀ [classes, d]`
     classes: int
+    shaping: Shaping = Shaping()
 
     def stand_in(self, z: Tensor) -> Tensor:
-        """In the place of the logits: their shape, without their memory."""
+        """In the place of the logits: their shape, without their memory, even if the model goes on to shape them."""
+        if not self.shaping.plain:
+            return z.new_empty(*z.shape[:-1], self.classes, device="meta")
         return z.new_zeros(1).expand(*z.shape[:-1], self.classes)
+
+    def is_end(self, output: Tensor, stand_in: Tensor) -> bool:
+        """Whether a model returned what it was given as its logits."""
+        return output is stand_in or (output.is_meta and output.shape == stand_in.shape)
 
     def matrix(self, parameter: Tensor) -> Tensor:
         return parameter.mT if self.transposed else parameter
@@ -49,28 +83,35 @@ def find_projection(land: Landscape, piece: Batch) -> Projection | None:
     """The projection to logits, if the model ends with one and the loss is a cross-entropy."""
     if type(land.loss) is not CrossEntropy:
         return None
-    found = {}
+    found: dict[int, tuple[str, nn.Module, Tensor]] = {}
     handles = []
     names = {id(p): name for name, p in land.model.named_parameters()}
 
-    def watch(path: str, module: nn.Module) -> Callable[..., None]:
-        def look(_: nn.Module, args: Any, output: Any) -> None:
-            found[id(output)] = path, module, output
+    def watch(path: str) -> Callable[..., Any]:
+        def look(module: nn.Module, args: Any, output: Any) -> Any:
+            leaf = output.detach().requires_grad_()
+            found[id(leaf)] = path, module, leaf
+            return leaf
 
         return look
 
     for path, module in land.model.named_modules():
         if path and (is_linear(module) or isinstance(module, Unembedding)):
-            handles.append(module.register_forward_hook(watch(path, module)))
+            handles.append(module.register_forward_hook(watch(path)))
     try:
-        with torch.no_grad():
+        with torch.enable_grad():
             output = output_tensor(land.output(land.parameters(), piece))
     finally:
         for handle in handles:
             handle.remove()
-    if id(output) not in found:
+    shaped = _shaping(output)
+    if shaped is None or id(shaped[0]) not in found:
         return None
-    path, module, _ = found[id(output)]
+    path, module, logits = found[id(shaped[0])]
+    values = shaped[1].shape_(logits.detach().clone())
+    tolerance = 100 * torch.finfo(values.dtype).eps
+    if output.shape != logits.shape or not (values - output).norm() <= tolerance * values.norm():
+        return None
     bias = getattr(module, "bias", None)
     weight: Any = module.weight if not isinstance(module, Unembedding) else module.W_U
     transposed = isinstance(module, nn.Linear)
@@ -79,8 +120,39 @@ def find_projection(land: Landscape, piece: Batch) -> Projection | None:
     if id(weight) not in names or (bias is not None and id(bias) not in names):
         return None
     return Projection(
-        path, names[id(weight)], None if bias is None else names[id(bias)], transposed, output.shape[-1]
+        path,
+        names[id(weight)],
+        None if bias is None else names[id(bias)],
+        transposed,
+        output.shape[-1],
+        shaped[1],
     )
+
+
+def _shaping(output: Tensor) -> tuple[Tensor, Shaping] | None:
+    """The logits that an output is made of, and how, if only by numbers and one tanh; read from its graph."""
+    outer, inner = 1.0, None
+    node: Any = output.grad_fn
+    if node is None:
+        return (output, Shaping()) if output.requires_grad else None
+    while not hasattr(node, "variable"):
+        kind = node.name()
+        if kind in ("MulBackward0", "DivBackward0"):
+            other = node._saved_other
+            if other is None or other.numel() != 1 or len(_before(node)) != 1:
+                return None
+            factor = other.item() if kind == "MulBackward0" else 1 / other.item()
+            outer, inner = (outer * factor, None) if inner is None else (outer, inner * factor)
+        elif kind == "TanhBackward0" and inner is None:
+            inner = 1.0
+        elif kind != "ToCopyBackward0":
+            return None
+        (node,) = _before(node)
+    return node.variable, Shaping(outer, inner)
+
+
+def _before(node: Any) -> list[Any]:
+    return [previous for previous, _ in node.next_functions if previous is not None]
 
 
 class Head:
@@ -93,11 +165,11 @@ class Head:
         projection: Projection,
         rows: list[str],
         directions: Parameters,
-        tokens: int | None = None,
+        tokens: int,
     ):
         state = {**land.constants(), **land.parameters()}
         self.land, self.quantity, self.projection = land, quantity, projection
-        self.tokens = tokens or chunk_of_tokens(land, projection)
+        self.tokens = tokens
         self.count = len(next(iter(directions.values())))
         self.matrix = projection.matrix(state[projection.weight])
         self.bias = None if projection.bias is None else state[projection.bias]
@@ -138,12 +210,15 @@ class _Chunk:
     def __init__(self, head: Head, z: Tensor, tangents: Tensor | None, labels: Tensor):
         self.head, self.z, self.tangents, self.labels = head, z, tangents, labels
         self.scale = 1 / head.land.weight
+        self.slope: Tensor | float = 1.0
+        self.bent: Tensor | None = None
         self.gradient: Tensor | None = None
         self.products = z.new_zeros(head.count, *z.shape)
 
     def work(self) -> None:
-        quantity = self.head.quantity
-        logits = self._logits()
+        quantity, shaping = self.head.quantity, self.head.projection.shaping
+        logits = shaping.shape_(self._logits())
+        self.slope, self.bent = shaping.slopes(logits)
         if quantity.sampled:
             assert quantity.generator is not None
             self.labels = CrossEntropy().sample(logits, self.labels, quantity.generator)
@@ -157,17 +232,23 @@ class _Chunk:
     def _curve(self, p: Tensor) -> None:
         """`ġ = p ∘ Ḟ − p ⟨p, Ḟ⟩`, vector by vector."""
         for k in range(self.head.count):
-            if (dot := self._tangent(k)) is not None:
-                self._add(k, dot.sub_(_dots(p, dot)).mul_(p))
+            if (dot := self._tangent(k, shaped=True)) is not None:
+                self._add(k, self._sloped_(dot.sub_(_dots(p, dot)).mul_(p)))
 
     def _fisher(self, g: Tensor) -> None:
         for k in range(self.head.count):
-            if (dot := self._tangent(k)) is not None:
-                self._add(k, torch.mul(g, _dots(g, dot), out=dot))
+            if (dot := self._tangent(k, shaped=True)) is not None:
+                self._add(k, self._sloped_(torch.mul(g, _dots(g, dot), out=dot)))
 
     def _bend(self, g: Tensor) -> None:
-        """What `g` gives with the tangents of the bilinear map `(z, W) ↦ z W`."""
+        """What `g` gives with the tangents of the bilinear map `(z, W) ↦ z W`, and of `φ`."""
         head = self.head
+        if self.bent is not None:
+            bent = self.bent.mul_(g)  # φ'' g
+            for k in range(head.count):
+                if (dot := self._tangent(k)) is not None:
+                    self._add(k, dot.mul_(bent))
+        g = self._sloped_(g)
         self.gradient = (g @ head.matrix.mT).mul_(self.scale)
         for k in range(head.count):
             if head.weight_tangents is not None:
@@ -175,11 +256,16 @@ class _Chunk:
             if self.tangents is not None:
                 self._add_weight(k, self.tangents[k], g)
 
+    def _sloped_(self, at_logits: Tensor) -> Tensor:
+        """From the shaped logits to those before, or the other way for tangents: times `φ'`, in place."""
+        return at_logits if isinstance(self.slope, float) and self.slope == 1 else at_logits.mul_(self.slope)
+
     def _logits(self) -> Tensor:
         head = self.head
         return self.z @ head.matrix if head.bias is None else torch.addmm(head.bias, self.z, head.matrix)
 
-    def _tangent(self, k: int) -> Tensor | None:
+    def _tangent(self, k: int, shaped: bool = False) -> Tensor | None:
+        """`Ḟ`, or that of the shaped logits."""
         head = self.head
         found = None if self.tangents is None else self.tangents[k] @ head.matrix
         if head.weight_tangents is not None:
@@ -188,7 +274,7 @@ class _Chunk:
         if head.bias_tangents is not None:
             bias = head.bias_tangents[k]
             found = bias.expand(len(self.z), -1).clone() if found is None else found.add_(bias)
-        return found
+        return self._sloped_(found) if shaped and found is not None else found
 
     def _add(self, k: int, cotangent: Tensor) -> None:
         """Pull `ġ` at the logits back."""
@@ -207,7 +293,8 @@ class _Chunk:
 
 def chunk_of_tokens(land: Landscape, projection: Projection) -> int:
     limit = CHUNK_BYTES.get(land.device.type, CHUNK_BYTES["cpu"])
-    return max(16, limit // (projection.classes * land.dtype.itemsize))
+    tokens = max(FEWEST_TOKENS, limit // (projection.classes * land.dtype.itemsize))
+    return min(tokens, room_of(land).tokens or tokens)
 
 
 def _scored(loss: Loss, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,10 @@ import torch
 
 from curvlens import guards
 from curvlens.engine import choose, run_piece, vectors_a_pass
+from curvlens.engine.double_backward import graph_bytes
 from curvlens.engine.memory import recorded_peak
 from curvlens.engine.quantity import Quantity
+from curvlens.engine.segments import Uncut
 from curvlens.landscape import Landscape
 from curvlens.operator import free_memory
 
@@ -33,7 +35,8 @@ class Plan:
     free_bytes   what the device has
     chunk        vectors that go through the model at once
     micro_batch  samples at a time that fit the free memory; None: whole batches do
-    kept         layers whose values are kept between products
+    kept         bytes worth keeping between products, `hessian(land, keep=…)`: what the whole graphs hold if they fit
+                 beside `peak_bytes`, else what some layers may
     """
 
     engine: str
@@ -63,7 +66,17 @@ def plan(
 ) -> Plan:
     """The plan of products of a quantity of a landscape with so many vectors at once."""
     quantity = Quantity(quantity) if isinstance(quantity, str) else quantity
-    engine = choose(engine, quantity)
+    planned = _plan(land, quantity, choose(engine, quantity), vectors)
+    if engine != "auto" or planned.peak_bytes <= MOST * planned.free_bytes or quantity.at is not None:
+        return planned
+    try:  # what keeps a graph does not fit: layer by layer may
+        smaller = _plan(land, quantity, "layered", vectors)
+    except Uncut:
+        return planned
+    return smaller if smaller.peak_bytes < planned.peak_bytes else planned
+
+
+def _plan(land: Landscape, quantity: Quantity, engine: str, vectors: int) -> Plan:
     trials = _Trials(land, quantity, engine, vectors)
     free = free_memory(land.device)
     seconds, peak = trials.whole(land.micro_batch)
@@ -76,7 +89,8 @@ def plan(
             notes = ("one sample at a time is still too much",)
         else:
             notes = (f"give the landscape micro_batch={micro_batch}, so that it fits",)
-    return Plan(engine, seconds, int(peak), free, trials.chunk, micro_batch, notes=notes)
+    kept = min(trials.graphs(quantity), max(0, int(MOST * free - peak)))
+    return Plan(engine, seconds, int(peak), free, trials.chunk, micro_batch, kept, notes)
 
 
 class _Trials:
@@ -148,6 +162,11 @@ class _Trials:
             peak += (self.vectors - 1) * self.result
             peak += (self.chunk - 1) * self.more_bytes_a_token * size * self.each
         return seconds, peak
+
+    def graphs(self, quantity: Quantity) -> int:
+        """About what the graphs of all data hold between products."""
+        sample = next(self.largest.split(1))
+        return int(graph_bytes(self.land, sample, quantity) / self.each * sum(self.tokens))
 
     def fitting(self, limit: float) -> int:
         """The largest number of samples at a time that stays below a limit, at least one."""

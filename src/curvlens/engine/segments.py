@@ -20,8 +20,10 @@ from torch.func import functional_call, jvp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvlens.batches import Batch, output_tensor
-from curvlens.engine.double_backward import jacobian
+from curvlens.engine.chunks import bytes_saved_by
+from curvlens.engine.double_backward import Push, jacobian
 from curvlens.engine.head import Projection
+from curvlens.engine.kept import Kept
 from curvlens.landscape import Landscape, Parameters
 
 Function = Callable[[Parameters, list[Tensor]], list[Tensor]]
@@ -51,6 +53,21 @@ class Graph:
     outputs: list[Tensor]
     parameters: dict[str, Tensor]  # leaves
     inputs: list[Tensor]  # leaves
+    lasting: bool = False  # serves other segments or further products, so it is not freed
+    serves_products: bool = False  # kept between products, so that its gradients are the same each time
+    gradients: dict[int, Tensor] | None = None  # of `⟨g, outputs⟩` with their graph, by leaf
+    _push: Push | None = None
+
+    def push(self, moving: list[tuple[Tensor, Tensor]], together: int) -> list[Tensor]:
+        """Tangents of the outputs for stacks of tangents of leaves, some vectors at a time."""
+        if self._push is None:
+            self._push = jacobian(self.outputs, [leaf for leaf, _ in moving])
+        stacks = [stack for _, stack in moving]
+        parts = [
+            self._push([stack[at : at + together] for stack in stacks], True)
+            for at in range(0, len(stacks[0]), together)
+        ]
+        return [torch.cat(images) if len(images) > 1 else images[0] for images in zip(*parts, strict=True)]
 
 
 @dataclass(eq=False)
@@ -60,7 +77,13 @@ class Segment:
     inputs: list[Value]
     outputs: list[Value]
     graph: Callable[[], Graph]
-    shared: bool = False  # with the graphs of others
+
+
+def moving_leaves(graph: Graph, inputs: list[Value], directions: Parameters) -> list[tuple[Tensor, Tensor]]:
+    """The leaves of a segment that move, with their tangents."""
+    moving = [(leaf, directions[name]) for name, leaf in graph.parameters.items() if name in directions]
+    streams = zip(graph.inputs, inputs, strict=True)
+    return moving + [(leaf, value.tangents) for leaf, value in streams if value.tangents is not None]
 
 
 @dataclass
@@ -78,10 +101,16 @@ def record(
     directions: Parameters,
     layers: Mapping[str, str],
     projection: Projection | None,
+    together: int = 1,
+    kept: Kept | None = None,
 ) -> Recording:
-    """Run the model on a piece of data, pushing stacks of directions `{parameter: [K, *shape]}` along."""
-    recorder = _Recorder(land, rows, directions, layers, projection)
-    return recorder.run(piece)
+    """Run the model on a piece of data, pushing stacks of directions `{parameter: [K, *shape]}` along.
+
+    So many vectors go through a layer `together`. What is `kept` of layers in one run serves the next.
+    """
+    return _Recorder(
+        land, rows, directions, layers, projection, together, Kept() if kept is None else kept
+    ).run(piece)
 
 
 class _Recorder:
@@ -92,9 +121,12 @@ class _Recorder:
         directions: Parameters,
         layers: Mapping[str, str],
         projection: Projection | None,
+        together: int,
+        kept: Kept,
     ):
         self.land, self.rows, self.directions, self.layers = land, set(rows), directions, layers
-        self.projection = projection
+        self.projection, self.together, self.kept = projection, together, kept
+        self.calls = 0
         self.values = land.parameters()
         self.constants = land.constants()
         for name in {*rows, *directions}:
@@ -119,7 +151,7 @@ class _Recorder:
             )
         if self.projection is None:
             (self.recording.end,) = self._receive("output", [output])
-        elif output is not self._projected:
+        elif not self.projection.is_end(output, self._projected):
             raise Uncut("what the model does to its logits changed from one run to the next")
         self._known.clear()
         return self.recording
@@ -146,11 +178,13 @@ class _Recorder:
         inputs = self._receive(self.layers[path], [flat[i] for i in live])
         for i in live:
             flat[i] = None
-        call = _Call(body, flat, tree, live)
         used = tuple(name for name in body.parameters if name in self.rows or name in self.directions)
         pulled = any(v.pulled for v in inputs) or any(name in self.rows for name in used)
+        moves = any(v.tangents is not None for v in inputs) or any(name in self.directions for name in used)
+        call, graph = self._kept_or(_Call(body, flat, tree, live), used, inputs, pulled and moves)
         versions = [v.primal._version for v in inputs]
-        found, tangents = self._push(call, used, inputs)
+        push = self._push(call, used, inputs) if graph is None else self._push_along(call, graph, inputs)
+        found, tangents = push
         if [v.primal._version for v in inputs] != versions:
             raise Uncut(f"the layer {path!r} changes its input in place")
         outputs = [
@@ -161,16 +195,59 @@ class _Recorder:
         ]
         new = [value for i, value in enumerate(outputs) if i not in call.passed]
         if pulled:
+            ready = graph if graph is not None and graph.lasting else None
             self.recording.segments.append(
                 Segment(
                     self.layers[path],
                     used,
                     inputs,
                     new,
-                    lambda: call.graph({name: self.values[name] for name in used}, inputs),
+                    lambda: ready or call.graph({name: self.values[name] for name in used}, inputs),
                 )
             )
         return call.returned([self._show(value) for value in outputs])
+
+    def _kept_or(
+        self, call: _Call, used: tuple[str, ...], inputs: list[Value], wanted: bool
+    ) -> tuple[_Call, Graph | None]:
+        """The layer's call of an earlier product and its graph, or this one, with a graph if one pays."""
+        self.calls += 1
+        found = self.kept.get(self.calls)
+        if found is not None:
+            return found
+        if not wanted or (not self.kept.budget and self._count <= self.together):
+            return call, None
+        parameters = {name: self.values[name] for name in used}
+        graph = None
+        if self.kept.budget:
+            # the graph of the gradient holds about twice as much again
+            size = 3 * bytes_saved_by(
+                lambda: call.graph(parameters, inputs).outputs, list(parameters.values())
+            )
+            if self.kept.fits(size):
+                graph = call.graph(parameters, inputs)
+                graph.lasting = graph.serves_products = True
+                self.kept.put(self.calls, (call, graph), size)
+        elif self._count > self.together:
+            graph = call.graph(parameters, inputs)
+        return call, graph
+
+    def _push_along(
+        self, call: _Call, graph: Graph, inputs: list[Value]
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
+        """By the graph: for several vectors one after the other, or one that is kept."""
+        new = zip(
+            graph.outputs,
+            graph.push(moving_leaves(graph, inputs, self.directions), self.together),
+            strict=True,
+        )
+        primals, tangents = [], []
+        for i in range(len(graph.outputs) + len(call.passed)):
+            # what the layer passes on has its tangents already
+            y, image = (inputs[call.passed[i]].primal,) * 2 if i in call.passed else next(new)
+            primals.append(y.detach())
+            tangents.append(image)
+        return primals, tangents
 
     def _push(
         self, call: _Call, used: tuple[str, ...], inputs: list[Value]
@@ -238,12 +315,14 @@ class _Recorder:
         ]
         tangents = None
         if moving:
-            tangents = jacobian(tensor, [leaf for leaf, _ in moving])([stack for _, stack in moving], True)
+            (tangents,) = jacobian([tensor], [leaf for leaf, _ in moving])(
+                [stack for _, stack in moving], True
+            )
         value = Value(tensor.detach(), tangents, pulled)
         if pulled:
-            graph = Graph([tensor], parameters, leaves)
+            graph = Graph([tensor], parameters, leaves, lasting=True)  # shared with others
             self.recording.segments.append(
-                Segment(f"before {name}", tuple(parameters), inputs, [value], lambda: graph, shared=True)
+                Segment(f"before {name}", tuple(parameters), inputs, [value], lambda: graph)
             )
         self._known[id(tensor)] = tensor, value, tensor._version
         return value

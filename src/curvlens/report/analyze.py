@@ -74,7 +74,7 @@ def analyze(
         stages.append(stage)
         if watch is not None:
             watch(index, len(STAGES), plan.title, stage)
-    report = _assemble(at, stages, title, time.monotonic() - began)
+    report = _assemble(at, stages, title, sum(stage.seconds for stage in stages))  # of earlier runs too
     return replace(report, findings=findings(report))
 
 

@@ -83,7 +83,12 @@ def comparison(a: Report, b: Report, names: tuple[str, str] = ("A", "B")) -> str
     )
 
 
-def timeline(run: track.Track, events: track.Marks = (), title: str = "Curvature through training") -> str:
+def timeline(
+    run: track.Track,
+    events: track.Marks = (),
+    title: str = "Curvature through training",
+    findings: Sequence[Finding] = (),
+) -> str:
     """A page of what a `Tracker` recorded; `events` are steps with words for them."""
     pieces = [h.figure(f) if not isinstance(f, str) else h.absent(f) for f in track.figures(run, events)]
     header, steps = run.header, run.steps
@@ -97,6 +102,8 @@ def timeline(run: track.Track, events: track.Marks = (), title: str = "Curvature
     sections = [Section("training", "Through training", "".join(pieces))]
     if listed:
         sections.insert(0, Section("events", "What happened", f"<ul>{listed}</ul>"))
+    if run.measurements:
+        sections.insert(0, Section("findings", "Findings", _findings(findings)))
     data = packed({"schema": "curvlens-track/1", "header": header, "measurements": run.measurements})
     return document(title, about, sections, data, "curvlens-track")
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+from curvlens.report.figures import track_parts as parts
 from curvlens.report.figures.figure import Figure, Panel, Table
 from curvlens.report.figures.heatmap import Colouring, heatmap
 from curvlens.report.figures.lines import Line, lines, steps_axis
@@ -36,6 +37,7 @@ def figures(track: Track, events: Marks = ()) -> Iterator[Figure | str]:
     yield _preconditioned(track, events) or "Sharpness as the optimizer sees it was not tracked."
     yield _loss(track, events) or "No loss was tracked."
     yield _blocks(track) or "The curvature of single blocks was not tracked."
+    yield from parts.figures(track, events)
 
 
 def _numbers(values: Sequence[Any]) -> list[float]:
@@ -152,7 +154,7 @@ def _loss(track: Track, events: Marks) -> Figure | None:
     trained: dict[int, float] = {}
     for m in track.measurements:
         part = m.get("train") or {}
-        trained.update(zip(part.get("step", ()), _numbers(part.get("loss", ())), strict=True))
+        trained.update(zip(part.get("step", ()), _numbers(part.get("loss", ())), strict=False))
     if not _known(held, list(trained.values())):
         return None
     at = sorted(trained)

@@ -38,8 +38,8 @@ def measure(at: Context) -> Outcome:
                 pairs.residuals[i].item(),
                 False,
                 pairs.converged,
-                len(pairs),
-                products,
+                products=products,
+                note="± its residual",
             )
     image = at.H.apply(g[None])
     along = vectors.dot(g[None], image)[0].item() / max(norm**2, 1e-300)

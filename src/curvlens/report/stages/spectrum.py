@@ -8,6 +8,7 @@ from torch import Tensor
 from curvlens.estimate import Support, density, effective_rank, negative_fraction
 from curvlens.estimate.density import Density, common_support
 from curvlens.estimate.heterogeneity import divergence, heterogeneity
+from curvlens.estimate.result import mean_and_error
 from curvlens.report.data import Curve, Group, Number, Spectra
 from curvlens.report.stages.context import Context, Interrupted, Outcome, Skip, state_of
 
@@ -40,7 +41,7 @@ def whole(at: Context) -> Outcome:
             found.samples,
             found.products,
         )
-    numbers |= _condition(found.nodes[0], found.weights[0], exact=False)
+    numbers |= _estimated_condition(found)
     fields = {"spectrum": curve(found, found.support(symlog=True, bins=BINS)), "numbers": numbers}
     return Outcome(fields, *state_of(found.stopped, found.converged), found.products)
 
@@ -141,7 +142,9 @@ def _exact_whole(at: Context) -> Outcome:
         "effective_rank": torch.exp(-torch.special.xlogy(share, share).sum()).item(),
     }
     found = {key: Number(LABELS[key], value) for key, value in numbers.items()}
-    found |= _condition(values, torch.full((size,), 1 / size, dtype=torch.float64), exact=True)
+    condition = _condition(values, torch.full((size,), 1 / size, dtype=torch.float64))
+    if condition is not None:
+        found["condition"] = Number(CONDITION, condition)
     support = _support([values])
     return Outcome({"spectrum": _exact_curve("H", values, support), "numbers": found}, "exact")
 
@@ -185,13 +188,30 @@ LABELS = {
 }
 
 
-def _condition(nodes: Tensor, weights: Tensor, exact: bool) -> dict[str, Number]:
+CONDITION = "condition of the positive part: largest over median eigenvalue above 10⁻⁶ of the largest"
+
+
+def _condition(nodes: Tensor, weights: Tensor) -> float | None:
     """Largest over median positive eigenvalue: the whole positive part, of which the smallest is rounding."""
     kept = (nodes > 1e-6 * nodes.abs().max()) & (weights > 0)
     if not kept.any():
-        return {}
+        return None
     values, order = nodes[kept].sort()
     share = weights[kept][order].cumsum(0)
     median = values[int((share < share[-1] / 2).sum().clamp(max=len(values) - 1))].item()
-    label = "condition of the positive part: largest over median eigenvalue above 10⁻⁶ of the largest"
-    return {"condition": Number(label, values[-1].item() / median, 0.0 if exact else float("nan"), exact)}
+    return values[-1].item() / median
+
+
+def _estimated_condition(found: Density) -> dict[str, Number]:
+    """The geometric mean over probes, with its error; the quadrature resolves a median near zero only roughly."""
+    each = [_condition(nodes, weights) for nodes, weights in zip(found.nodes, found.weights, strict=True)]
+    logs = torch.tensor([c for c in each if c is not None], dtype=torch.float64).log()
+    if len(logs) < 2:
+        return {}
+    mean, error = mean_and_error(logs)
+    value = mean.exp().item()
+    return {
+        "condition": Number(
+            CONDITION, value, value * error.item(), False, found.converged, found.samples, found.products
+        )
+    }
