@@ -43,6 +43,7 @@ types: .venv/ready      ## check types
 
 bench: .venv/peers      ## measure the engines beside their peers on this machine
 	$(BIN)/python benchmarks/engines.py
+	$(BIN)/python benchmarks/layered.py
 
 reproduction: .venv/ready  ## render docs/reproduction.md from the measurements beside it
 	$(BIN)/python -m curvlens.studies.page

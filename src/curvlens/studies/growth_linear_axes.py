@@ -40,10 +40,16 @@ def judge(config: Growth, made: dict[str, Any]) -> list[Finding]:
                     law + 0.25,
                     why,
                     main=end == PRACTICAL,
-                    said="attention is no longer close to uniform there, and its moments stop growing with σ",
+                    said=BENT,
                 )
             )
     return found
+
+
+BENT = (
+    "attention is no longer close to uniform there: its first moment turns from a mean of tokens towards one of them "
+    "and grows faster than σ; further on, probabilities saturate and all growth slows"
+)
 
 
 def figure(config: Growth, made: dict[str, Any]) -> Any:
