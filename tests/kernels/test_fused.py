@@ -35,7 +35,7 @@ def second_order(case, mask, pattern, dtype, count):
     mask = None if mask is None else mask.to(DEVICE, mask.dtype if mask.dtype == torch.bool else dtype)
     o, lse = chunked.forward(q, k, v, mask, pattern)
     stacks = [torch.stack([(i + 1) * x for i in range(count)]) for x in dots]
-    return fused._second(fused._jvp, fused._backward_tangent, q, k, v, o, lse, do, stacks, mask, pattern)
+    return fused._second(fused.jvp, fused.backward_tangent, q, k, v, o, lse, do, stacks, mask, pattern)
 
 
 def against_autodiff(layout, kind, causal, window, dtype=torch.float32, count=1, seed=0, **more):
@@ -95,8 +95,8 @@ def test_without_a_tangent_of_the_gradient():
     (q, k, v, do), (q_dot, k_dot, v_dot, _) = ([x.float().to(DEVICE) for x in part] for part in (at, dots))
     o, lse = chunked.forward(q, k, v, None, pattern)
     stack = [x[None] for x in (q_dot, k_dot, v_dot)]
-    o_dot, lse_dot = fused._jvp(q, k, v, o, lse, *stack, None, pattern)
-    found = fused._backward_tangent(q, k, v, o, lse, do, o_dot, lse_dot, *stack, None, None, pattern)
+    o_dot, lse_dot = fused.jvp(q, k, v, o, lse, *stack, None, pattern)
+    found = fused.backward_tangent(q, k, v, o, lse, do, o_dot, lse_dot, *stack, None, None, pattern)
     expected = oracle(at, [*dots[:3], torch.zeros_like(dots[3])], None, pattern)[-3:]
     assert error([x[0].double().cpu() for x in found], expected) < 2e-5
 
@@ -130,7 +130,7 @@ def test_the_map_is_symmetric():
 
 
 def test_kernels_that_disagree_are_left_alone(monkeypatch):
-    monkeypatch.setattr(fused, "_jvp", lambda q, k, v, o, lse, *rest: (2 * o[None], lse[None]))
+    monkeypatch.setattr(fused, "jvp", lambda q, k, v, o, lse, *rest: (2 * o[None], lse[None]))
     fused._agrees.cache_clear()
     with pytest.warns(
         UserWarning, match=r"expected attention kernels \(Triton, torch.float32, heads of 16\)"

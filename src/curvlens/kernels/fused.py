@@ -40,7 +40,7 @@ AGREEMENT = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 
 
 def serves(q: Tensor) -> bool:
-    """Whether the kernels take such tensors."""
+    """Whether primals of such tensors are taken."""
     fit = SIZES[0] <= q.shape[-1] <= SIZES[1]
     return q.device.type == "cuda" and q.dtype in AGREEMENT and fit and find_spec("triton") is not None
 
@@ -132,9 +132,16 @@ def jvp(
     pattern: Pattern,
 ) -> tuple[Tensor, Tensor]:
     """`ȯ, l̇`, for K tangents."""
-    if not _tangents_agree(q, v, mask, pattern):
-        return chunked.jvp(q, k, v, o, lse, q_dot, k_dot, v_dot, mask, pattern)
-    return _jvp(q, k, v, o, lse, q_dot, k_dot, v_dot, mask, pattern)
+    q, k, v, o, lse, q_dot, k_dot, v_dot = (x.contiguous() for x in (q, k, v, o, lse, q_dot, k_dot, v_dot))
+    count = len(q_dot)
+    o_dot, lse_dot = o.new_empty(count, *o.shape), lse.new_empty(count, *lse.shape)
+    mean, mean_dot = _mean(k), _mean(k_dot)
+    for part, together in _passes(count, "tangent", q):
+        _launch(
+            "tangent", (q, k, v, mask, pattern), together, len(q_dot[part]),
+            [q, k, v, o, lse, q_dot[part], k_dot[part], v_dot[part], mean, mean_dot[part], o_dot[part], lse_dot[part]],
+        )  # fmt: skip
+    return o_dot, lse_dot
 
 
 def backward_tangent(
@@ -154,52 +161,6 @@ def backward_tangent(
     pattern: Pattern,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`dq̇, dk̇, dv̇`, for K tangents; `do_dot = None` stands for zero."""
-    arguments = (q, k, v, o, lse, do, o_dot, lse_dot, q_dot, k_dot, v_dot, do_dot, mask, pattern)
-    if not _tangents_agree(q, v, mask, pattern):
-        return chunked.backward_tangent(*arguments)
-    return _backward_tangent(*arguments)
-
-
-def _jvp(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    q_dot: Tensor,
-    k_dot: Tensor,
-    v_dot: Tensor,
-    mask: Tensor | None,
-    pattern: Pattern,
-) -> tuple[Tensor, Tensor]:
-    q, k, v, o, lse, q_dot, k_dot, v_dot = (x.contiguous() for x in (q, k, v, o, lse, q_dot, k_dot, v_dot))
-    count = len(q_dot)
-    o_dot, lse_dot = o.new_empty(count, *o.shape), lse.new_empty(count, *lse.shape)
-    mean, mean_dot = _mean(k), _mean(k_dot)
-    for part, together in _passes(count, "tangent", q):
-        _launch(
-            "tangent", (q, k, v, mask, pattern), together, len(q_dot[part]),
-            [q, k, v, o, lse, q_dot[part], k_dot[part], v_dot[part], mean, mean_dot[part], o_dot[part], lse_dot[part]],
-        )  # fmt: skip
-    return o_dot, lse_dot
-
-
-def _backward_tangent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    do: Tensor,
-    o_dot: Tensor,
-    lse_dot: Tensor,
-    q_dot: Tensor,
-    k_dot: Tensor,
-    v_dot: Tensor,
-    do_dot: Tensor | None,
-    mask: Tensor | None,
-    pattern: Pattern,
-) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, lse, do, lse_dot, q_dot, k_dot, v_dot = (
         x.contiguous() for x in (q, k, v, lse, do, lse_dot, q_dot, k_dot, v_dot)
     )
@@ -321,7 +282,10 @@ def _interpreted() -> bool:
 # -- trust
 
 
-def _tangents_agree(q: Tensor, v: Tensor, mask: Tensor | None, pattern: Pattern) -> bool:
+def serves_tangents(q: Tensor, v: Tensor, mask: Tensor | None, pattern: Pattern) -> bool:
+    """Whether `jvp` and `backward_tangent` take these, and are right in this form."""
+    if not serves(q):
+        return False
     kind = "none" if mask is None else str(mask.dtype)
     form = (q.shape[-1], v.shape[-1], pattern.causal, pattern.window is not None, kind)
     return _agrees("Triton", q.device, q.dtype, *form)
@@ -358,7 +322,7 @@ def _agrees(
             exact = _of_chunked(q, k, v, do, pattern)
         else:
             o, lse = chunked.forward(q, k, v, given, pattern)
-            found = _second(_jvp, _backward_tangent, q, k, v, o, lse, do, dots, given, pattern)
+            found = _second(jvp, backward_tangent, q, k, v, o, lse, do, dots, given, pattern)
             exact = _second(chunked.jvp, chunked.backward_tangent, q, k, v, o, lse, do, dots, given, pattern)
         far = max(
             ((a.float() - b.float()).norm() / b.float().norm()).item()
@@ -387,8 +351,8 @@ def _of_chunked(q: Tensor, k: Tensor, v: Tensor, do: Tensor, pattern: Pattern) -
 
 
 def _second(
-    jvp: Any,
-    backward_tangent: Any,
+    tangent: Any,
+    second_tangent: Any,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -399,5 +363,5 @@ def _second(
     mask: Tensor | None,
     pattern: Pattern,
 ) -> list[Tensor]:
-    o_dot, lse_dot = jvp(q, k, v, o, lse, *dots[:3], mask, pattern)
-    return [o_dot, lse_dot, *backward_tangent(q, k, v, o, lse, do, o_dot, lse_dot, *dots, mask, pattern)]
+    o_dot, lse_dot = tangent(q, k, v, o, lse, *dots[:3], mask, pattern)
+    return [o_dot, lse_dot, *second_tangent(q, k, v, o, lse, do, o_dot, lse_dot, *dots, mask, pattern)]

@@ -89,9 +89,14 @@ def backward_tangent(
 # -- as operators: their graph is one node, so that tracers and `torch.func.linearize` see them whole
 
 
-def _maps(q: Tensor) -> Any:
-    """Where the maps are computed: by kernels for a GPU, or tile by tile in plain PyTorch."""
+def _primals(q: Tensor) -> Any:
+    """Where `forward` and `backward` are computed: by kernels for a GPU, or tile by tile in plain PyTorch."""
     return fused if fused.serves(q) else chunked
+
+
+def _tangents(q: Tensor, v: Tensor, mask: Tensor | None, pattern: Pattern) -> Any:
+    """Where `jvp` and `backward_tangent` are computed."""
+    return fused if fused.serves_tangents(q, v, mask, pattern) else chunked
 
 
 def _plain(pattern: Pattern) -> tuple[float, bool, int]:
@@ -111,7 +116,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int
 ) -> tuple[Tensor, Tensor]:
     with torch.autocast(q.device.type, enabled=False):
-        return _maps(q).forward(q, k, v, mask, _pattern(scale, causal, window))
+        return _primals(q).forward(q, k, v, mask, _pattern(scale, causal, window))
 
 
 @_forward.register_fake
@@ -134,8 +139,9 @@ def _jvp(
     causal: bool,
     window: int,
 ) -> tuple[Tensor, Tensor]:
+    pattern = _pattern(scale, causal, window)
     with torch.autocast(q.device.type, enabled=False):
-        return _maps(q).jvp(q, k, v, o, lse, q_dot, k_dot, v_dot, mask, _pattern(scale, causal, window))
+        return _tangents(q, v, mask, pattern).jvp(q, k, v, o, lse, q_dot, k_dot, v_dot, mask, pattern)
 
 
 @_jvp.register_fake
@@ -157,7 +163,7 @@ def _backward(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.autocast(q.device.type, enabled=False):
-        return _maps(q).backward(q, k, v, o, lse, do, mask, _pattern(scale, causal, window))
+        return _primals(q).backward(q, k, v, o, lse, do, mask, _pattern(scale, causal, window))
 
 
 @_backward.register_fake
@@ -186,7 +192,7 @@ def _backward_tangent(
 ) -> tuple[Tensor, Tensor, Tensor]:
     pattern = _pattern(scale, causal, window)
     with torch.autocast(q.device.type, enabled=False):
-        return _maps(q).backward_tangent(
+        return _tangents(q, v, mask, pattern).backward_tangent(
             q, k, v, o, lse, do, o_dot, lse_dot, q_dot, k_dot, v_dot, do_dot, mask, pattern
         )
 
