@@ -381,6 +381,37 @@ def test_a_stage_that_fails_is_exit_code_3(here, capsys, monkeypatch):
     assert "RuntimeError: a fault" in out
 
 
+HUNGRY = """
+import torch
+from torch import nn
+class Hungry(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+    def forward(self, x):
+        return self.layer(x) + torch.empty(len(x) - 1, 1 << 50).sum()
+def build(): return Hungry()
+def large(): return nn.Linear(1 << 25, 1 << 25)
+def batches(): return [(torch.ones(4, 3), torch.ones(4, 2))]
+"""
+
+
+def test_out_of_memory_is_one_line_and_its_advice_helps(here, capsys):
+    """The allocator itself refuses a petabyte: in the first stage, and while the model is built."""
+    Path("hungry.py").write_text(HUNGRY)
+    given = ("--model", "hungry.py:build", "--data", "hungry.py:batches", "--quiet")
+    code, out, err = run(capsys, *given)
+    assert (code, out) == (3, "")
+    assert err == (
+        "curvlens: expected memory for the loss and its gradient, got too little for 12,582,912.0 GiB more; take "
+        "fewer samples at a time (micro_batch=1, or --micro-batch 1), shorter sequences, or float32\n"
+    )
+    assert run(capsys, *given, "--micro-batch", "1")[0] == 0
+    code, out, err = run(capsys, "--model", "hungry.py:large", "--data", "hungry.py:batches", "--quiet")
+    assert (code, out) == (3, "")
+    assert re.fullmatch(r"curvlens: expected memory for the model and its data, .* 4,194,304.0 GiB .*\n", err)
+
+
 def test_a_full_disk(here, capsys, monkeypatch):
     """Full at the end: the report goes where there is room. Full while state is kept: the run goes on without."""
     from curvlens.report import files
