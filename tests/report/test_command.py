@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from analyses import digit_net, tiny
-from curvlens import cli, digits, nets
+from curvlens import cli, digits, hessian, nets
 from curvlens.report import Report, presets, stages
 from curvlens.report.compare import compare
 from curvlens.report.data import Finding
@@ -379,6 +380,78 @@ def test_a_stage_that_fails_is_exit_code_3(here, capsys, monkeypatch):
     assert code == 3
     assert "not all could be measured: curvature by depth" in err
     assert "RuntimeError: a fault" in out
+
+
+def trained_gpt2(decay=False):
+    """The saved model again, some steps on, and its AdamW, in groups as the Trainer has them or in one."""
+    from transformers import GPT2LMHeadModel
+
+    model = GPT2LMHeadModel.from_pretrained("model")
+    plain = [p for n, p in model.named_parameters() if "ln_" not in n and not n.endswith("bias")]
+    rest = [p for n, p in model.named_parameters() if "ln_" in n or n.endswith("bias")]
+    groups = [{"params": plain, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups if decay else model.parameters(), lr=3e-3)
+    ids = torch.randint(60, (4, 16), generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    model.save_pretrained("model")
+    return model, optimizer
+
+
+@pytest.mark.parametrize("decay", [False, True])
+def test_the_saved_state_of_the_optimizer(decay, folder, capsys):
+    """As the optimizer in hand sees it: the same largest eigenvalue of P^-1/2 H P^-1/2, formed here."""
+    model, optimizer = trained_gpt2(decay)
+    torch.save(optimizer.state_dict(), "optimizer.pt")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "both.pt")
+    given = ("--model", "model", "--text", "text.txt", "--sequences", "2", "--dtype", "float64", "--quiet")
+    rows = []
+    for file in ("optimizer.pt", "both.pt"):
+        code, _, err = run(capsys, *given, "--optimizer", file)
+        assert code == 0, err
+        report = Report.from_json("out/report.json")
+        assert report.meta.optimizer == "AdamW"
+        rows.append(report.sharpness[-1])
+    assert rows[0] == rows[1]
+    assert rows[0].rate == 3e-3
+    land = subject("model", text="text.txt", sequences=2, dtype="float64").landscape()
+    named, P = dict(model.named_parameters()), {}
+    for name in land.parameters():
+        state = optimizer.state[named[name]]
+        corrected = (state["exp_avg_sq"].double() / (1 - 0.999**3)).sqrt()
+        P[name] = (1 - 0.9**3) * (corrected + 1e-8)
+    scale = land.blocks.from_parameters(P).rsqrt()
+    largest = torch.linalg.eigvalsh(scale[:, None] * hessian(land).dense() * scale)[-1].item()
+    assert abs(rows[0].value.value - largest) <= max(rows[0].value.stderr, 1e-9 * largest)
+
+
+def test_an_optimizer_that_does_not_fit(folder, capsys):
+    trained_gpt2()
+    other = nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    of_other, fresh = torch.optim.AdamW(other.parameters()), torch.optim.AdamW(trained_gpt2()[0].parameters())
+    of_other.step()
+    torch.save(of_other.state_dict(), "other.pt")
+    torch.save(fresh.state_dict(), "fresh.pt")
+    torch.save({"a": torch.zeros(2)}, "none.pt")
+    given = ("--model", "model", "--text", "text.txt")
+    for arguments, message in (
+        ((*given, "--optimizer", "other.pt"), "'other.pt', got none .* does not fit the model's parameters"),
+        ((*given, "--optimizer", "fresh.pt"), "'fresh.pt', got none .* the optimizer has not taken a step"),
+        ((*given, "--optimizer", "none.pt"), "'none.pt', got none .* no optimizer in the file"),
+        ((*given, "--optimizer", "text.txt"), "'text.txt', got what cannot be read as that"),
+        (
+            (*given, "--optimizer", "no.pt"),
+            "expected a file with the state of an optimizer, got no file 'no.pt'",
+        ),
+        ((*given, "--optimizer", "model"), "no optimizer.pt in the checkpoint"),
+        (("--optimizer", "fresh.pt"), "expected --model with --optimizer, got none"),
+    ):
+        code, out, err = run(capsys, *arguments)
+        assert (code, out) == (2, "")
+        assert re.fullmatch(f"curvlens: .*{message}.*\n", err), err
 
 
 HUNGRY = """

@@ -201,7 +201,7 @@ def _identity(
         "data": data_hash(land),
         "dtype": str(land.dtype),
         "loss": land.loss.name,
-        "optimizer": "" if optimizer is None else type(optimizer).__name__,
+        "optimizer": "" if optimizer is None else optimizer_hash(optimizer),
     }
 
 
@@ -224,6 +224,17 @@ def data_hash(land: Landscape) -> str:
         for tensor in piece.tensors():
             digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
             digest.update(_bytes(tensor))
+    return digest.hexdigest()
+
+
+def optimizer_hash(optimizer: torch.optim.Optimizer) -> str:
+    """SHA-256 of an optimizer's kind, settings and state."""
+    saved = optimizer.state_dict()
+    digest = hashlib.sha256(f"{type(optimizer).__name__}{saved['param_groups']}".encode())
+    for index, kept in sorted(saved["state"].items()):
+        for name, value in sorted(kept.items()):
+            digest.update(f"{index}{name}".encode())
+            digest.update(_bytes(value) if isinstance(value, torch.Tensor) else repr(value).encode())
     return digest.hexdigest()
 
 
