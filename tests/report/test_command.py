@@ -361,6 +361,15 @@ def test_ctrl_c_keeps_the_page(name, here, capsys, monkeypatch):
     assert "not complete" in out
 
 
+def test_what_cannot_be_printed_does_not_take_the_page_with_it(here, capsys, monkeypatch):
+    def gone(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Report, "__str__", gone)
+    assert run(capsys)[0] == 3
+    assert Report.from_json("out/report.html").findings == Report.from_json("out/report.json").findings
+
+
 def test_ctrl_c_while_training(here, capsys, monkeypatch):
     def interrupted(*_, **options):
         raise KeyboardInterrupt

@@ -116,8 +116,10 @@ def analyze(
         _forecast(found, land, preset, json)
         raise typer.Exit(DONE)
     report = _analyse(found, land, preset, seed, max_products, max_minutes, resume, quiet)
-    _print(report, json, quiet)
-    written = _write(report, page, figures)
+    try:
+        written = _write(report, page, figures)
+    finally:  # what the disk has no room for is still said
+        _print(report, json, quiet)
     if not quiet and not json:
         typer.echo(f"The page: {written}")
     raise typer.Exit(_code(report, failing, strict, written))
