@@ -4,6 +4,9 @@ Time is the least of some repeats, each next to a gradient of its own, in one pr
 torch's allocator handed out and took back during one call, from the profiler's record, each line in a process of its
 own; a line that asks for more than the machine has free is reported so. Vectors are made before and not counted,
 products are. Everything runs with the same attention, the one that has second derivatives.
+
+Times want an idle machine and memory does not: `--part memory` and `--part time` measure one at a time, and figures are
+kept from one call to the next. `--markdown benchmarks/engines.md` writes the tables.
 """
 
 from __future__ import annotations
@@ -116,27 +119,29 @@ def _seconds(run: Run, stack: torch.Tensor) -> float:
 
 
 def measured(problem: str, options: argparse.Namespace) -> dict[str, Any]:
-    """`{"memory": …, "time": …}` of all lines in bytes and seconds; a part that is not asked for, as it was kept."""
+    """`{problem: {"memory": …, "time": …}}` in bytes and seconds; what is not asked for now, as it was kept."""
     chosen = [line for line in lines() if options.only in line.key]
     kept: dict[str, Any] = json.loads(options.keep.read_text()) if options.keep.exists() else {}
     found: dict[str, Any] = kept.setdefault(problem, {"memory": {}, "time": {}})
     if options.part in ("memory", "both"):
         peaks = memories(problem, chosen, VECTORS)
         found["memory"].update({f"{key} x {count}": peak for (key, count), peak in peaks.items()})
+        _keep(kept, options.keep)
     if options.part in ("time", "both"):
         pairs = [(line, count) for line in chosen for count in VECTORS]
-        fits = [
-            (line, count)
-            for line, count in pairs
-            if found["memory"].get(f"{line.key} x {count}", 0) is not None
-        ]
+        peak = found["memory"].get
+        fits = [(line, count) for line, count in pairs if peak(f"{line.key} x {count}", 0) is not None]
         unit, seconds = times(problem, fits, options.repeats)
         # all ratios of a table are of one run
         found["time"] = {f"{key} x {count}": time for (key, count), time in seconds.items()}
         found["time"]["gradient x 1"] = unit
-    options.keep.parent.mkdir(parents=True, exist_ok=True)
-    options.keep.write_text(json.dumps(kept, indent=1))
-    return found
+        _keep(kept, options.keep)
+    return kept
+
+
+def _keep(figures: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(figures, indent=1))
 
 
 def table_of(problem: str, found: dict[str, Any]) -> tuple[str, list[list[str]]]:
@@ -159,7 +164,7 @@ def table_of(problem: str, found: dict[str, Any]) -> tuple[str, list[list[str]]]
     return f"{PROBLEMS[problem].name}; one gradient: {', '.join(sizes)}", rows
 
 
-def show(title: str, header: list[str], rows: list[list[str]]) -> None:
+def show(title: str, rows: list[list[str]], header: list[str]) -> None:
     table = Table(title=title)
     for i, name in enumerate(header):
         table.add_column(name, justify="left" if i < 2 else "right")
@@ -172,7 +177,7 @@ def show(title: str, header: list[str], rows: list[list[str]]) -> None:
     Console().print(table)
 
 
-def markdown(title: str, header: list[str], rows: list[list[str]]) -> str:
+def markdown(title: str, rows: list[list[str]], header: list[str]) -> str:
     every = [header, ["---", "---", *["---:"] * (len(header) - 2)], *rows]
     return "\n".join([f"### {title}", "", *("| " + " | ".join(row) + " |" for row in every), ""])
 
@@ -206,11 +211,11 @@ def main() -> None:
     setting = ", ".join(f"{name} {version(name)}" for name in peers) + f"; {options.threads} threads, float32"
     text = [f"In gradients of the same run. {setting}.\n"]
     for problem in options.problem or PROBLEMS:
-        title, rows = table_of(problem, measured(problem, options))
-        show(title, header, rows)
-        text.append(markdown(title, header, rows))
-        if options.markdown:
-            options.markdown.write_text("\n".join(text))
+        kept = measured(problem, options)
+        show(*table_of(problem, kept[problem]), header)
+    text += [markdown(*table_of(problem, kept[problem]), header) for problem in PROBLEMS if problem in kept]
+    if options.markdown:
+        options.markdown.write_text("\n".join(text))
 
 
 if __name__ == "__main__":

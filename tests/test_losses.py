@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.autograd.functional import hessian, jacobian
 
-from curvlens.losses import MSE, CrossEntropy, Loss, PerToken, named
+from curvlens.losses import MSE, CrossEntropy, Loss, PerToken, named, require_derivatives
 
 TARGETS = torch.tensor([[1, -100, 3, 0], [2, 2, -100, -100]])
 
@@ -38,6 +38,40 @@ def test_gradient_and_hessian_product_are_derivatives_of_the_value(case):
     v = torch.randn(3, *output.shape, dtype=torch.float64)
     found = loss.hessian_product(output, target, v)
     torch.testing.assert_close(found.flatten(1), v.flatten(1) @ B, rtol=1e-12, atol=1e-12)
+
+
+def test_closed_forms_of_ones_own_that_are_wrong_are_refused():
+    class Cubic(Loss):
+        def value(self, output, target):
+            return (output - target).pow(3).sum()
+
+        def count(self, target):
+            return target.numel()
+
+    class Right(Cubic):
+        def gradient(self, output, target):
+            return 3 * (output - target).square()
+
+        def hessian_product(self, output, target, vectors):
+            return 6 * (output - target) * vectors
+
+    class WrongGradient(Cubic):
+        def gradient(self, output, target):
+            return 2 * (output - target).square()
+
+    class WrongProduct(Right):
+        def hessian_product(self, output, target, vectors):
+            return 3 * (output - target) * vectors
+
+    output, target = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    for loss in (Cubic(), Right()):
+        require_derivatives(loss, output, target)
+    with pytest.raises(
+        ValueError, match=r"expected WrongGradient.gradient to be the derivative of its value"
+    ):
+        require_derivatives(WrongGradient(), output, target)
+    with pytest.raises(ValueError, match=r"expected WrongProduct.hessian_product to be the derivative"):
+        require_derivatives(WrongProduct(), output, target)
 
 
 def test_fisher_product_is_a_sum_over_tokens():

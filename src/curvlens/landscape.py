@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from curvlens import families, guards
 from curvlens.batches import Batch, Reader, guess_loss, output_tensor, reiterable
 from curvlens.blocks import Block, Blocks, Slice
-from curvlens.losses import Loss, PerToken, named
+from curvlens.losses import Loss, PerToken, named, require_derivatives
 
 Parameters = dict[str, Tensor]
 
@@ -269,6 +269,7 @@ class Landscape:
             parameters = self.parameters()
             output = self.output(parameters, piece)
             self.loss.check(output, piece.target)
+            require_derivatives(self.loss, output, piece.target)
             first = self.loss.value(output, piece.target)
             self.require_finite(first, "loss")
             second = self.loss.value(self.output(parameters, piece), piece.target)

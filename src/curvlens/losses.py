@@ -107,55 +107,46 @@ class CrossEntropy(Loss):
         return int((labels != IGNORED).sum())
 
     def value(self, output: Tensor, target: Tensor) -> Tensor:
-        logits, labels = self._scored(output, target)
+        logits, labels = self._labelled(output, target)
         return F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED)
 
     def by_sample(self, output: Tensor, target: Tensor) -> Tensor:
-        logits, labels = self._scored(output, target)
+        logits, labels = self._labelled(output, target)
         terms = F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED)
         return terms.view(len(target), -1).sum(1)
 
     def gradient(self, output: Tensor, target: Tensor) -> Tensor:
-        logits, labels = self._scored(output, target)
-        scored = labels != IGNORED
+        logits, labels = self._labelled(output, target)
+        scored = (labels != IGNORED).nonzero()[:, 0]
         gradient = torch.softmax(logits, dim=-1)
         gradient[scored, labels[scored]] -= 1
-        gradient[~scored] = 0
-        return self._whole(gradient, output)
+        gradient[labels == IGNORED] = 0
+        return gradient.view(output.shape)
 
     def hessian_product(self, output: Tensor, target: Tensor, vectors: Tensor) -> Tensor:
-        logits, labels = self._scored(output, target)
+        logits, labels = self._labelled(output, target)
         p = torch.softmax(logits, dim=-1)
         p[labels == IGNORED] = 0
-        vectors = vectors[..., :-1, :] if self.shift else vectors
         products = p * vectors.reshape(len(vectors), *p.shape)
-        products = torch.addcmul(products, p, products.sum(-1, keepdim=True), value=-1)
-        return torch.stack([self._whole(product, output) for product in products])
+        products.addcmul_(p, products.sum(-1, keepdim=True), value=-1)
+        return products.view(vectors.shape)
 
     def sample(self, output: Tensor, target: Tensor, generator: torch.Generator) -> Tensor:
-        logits, labels = self._scored(output, target)
+        logits, labels = self._labelled(output, target)
         scored = labels != IGNORED
         # one uniform number a scored token, in order: padding and batching change no draw
         uniform = torch.rand(int(scored.sum()), 1, generator=generator, dtype=torch.float64).to(output.device)
         below = torch.softmax(logits[scored].double(), dim=-1).cumsum(-1)
         drawn = labels.clone()
         drawn[scored] = torch.searchsorted(below, uniform)[:, 0].clamp(max=output.shape[-1] - 1)
-        if not self.shift:
-            return drawn.view(target.shape)
-        return torch.cat([target[..., :1], drawn.view(target[..., 1:].shape)], dim=-1)
+        drawn = drawn.view(target.shape)
+        return torch.cat([target[..., :1], drawn[..., :-1]], dim=-1) if self.shift else drawn
 
-    def _scored(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits `[n, classes]` beside their labels `[n]`."""
-        if self.shift:
-            output, target = output[..., :-1, :], target[..., 1:]
+    def _labelled(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """All logits `[n, classes]`, without a copy, beside the label of each `[n]`, which may be none."""
+        if self.shift:  # labels move, since logits are many
+            target = torch.cat([target[..., 1:], torch.full_like(target[..., :1], IGNORED)], dim=-1)
         return output.reshape(-1, output.shape[-1]), target.reshape(-1)
-
-    def _whole(self, scored: Tensor, output: Tensor) -> Tensor:
-        """Back from `[n, classes]` to the shape of the output."""
-        if not self.shift:
-            return scored.view(output.shape)
-        *lead, tokens, classes = output.shape
-        return F.pad(scored.view(*lead, tokens - 1, classes), (0, 0, 0, 1))
 
 
 class MSE(Loss):
@@ -229,6 +220,24 @@ class PerToken(Loss):
 
     def count_terms(self, output: Tensor, target: Tensor) -> int:
         return self.terms(output, target).numel()
+
+
+def require_derivatives(loss: Loss, output: Tensor, target: Tensor) -> None:
+    """Refuse closed forms of one's own that are not the derivatives of the loss's value."""
+    own = type(loss)
+    if own.__module__ == __name__:
+        return
+    vectors = torch.randn(1, *output.shape, generator=torch.Generator().manual_seed(0)).to(output)
+    plain = Loss.gradient(loss, output, target), Loss.hessian_product(loss, output, target, vectors)
+    found = loss.gradient(output, target), loss.hessian_product(output, target, vectors)
+    for name, a, b in zip(("gradient", "hessian_product"), found, plain, strict=True):
+        if a.shape != b.shape or not (a - b).norm() <= torch.finfo(b.dtype).eps ** 0.5 * (
+            a.norm() + b.norm()
+        ):
+            raise ValueError(
+                f"expected {own.__name__}.{name} to be the derivative of its value, got another; "
+                "correct it, or leave it out: it is then taken by automatic differentiation"
+            )
 
 
 def named(loss: str | Loss | Callable[[Tensor, Tensor], Tensor]) -> Loss:

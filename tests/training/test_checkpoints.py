@@ -99,6 +99,58 @@ def test_exit_codes(own, capsys, monkeypatch):
     assert command("--fail-on", "problem,warning") == 0
 
 
+def test_a_run_ends_where_its_budget_does_and_goes_on(own, capsys):
+    def steps():
+        return Track.read("state/track.jsonl").steps
+
+    assert command("--resume", "state", "--max-products", "1") == 0  # one at least
+    assert steps() == [1]
+    assert "2 of 3 checkpoints are left, from step 4" in capsys.readouterr().err
+    assert not Path("out/track.jsonl").exists()
+    assert command("--resume", "state", "--max-minutes", "0", "--strict") == 4  # not all is measured
+    assert steps() == [1, 4]
+    each = [m["products"] for m in Track.read("state/track.jsonl").measurements]
+    assert all(m["lambda_max"]["products"] <= n for m, n in zip(own.track.measurements, each, strict=False))
+    assert command("--resume", "state", "--max-products", "100000", "--max-minutes", "60", "--strict") == 0
+    assert steps() == [1, 4, 8]
+    # a fresh run stays within its products, and is as one without limits
+    twice = str(2 * max(each))
+    assert command("--resume", "again", "--max-products", twice) == 0
+    found = Track.read("again/track.jsonl")
+    assert found.steps == [1, 4]
+    assert sum(m["products"] for m in found.measurements) <= int(twice)
+    capsys.readouterr()
+    assert command("--resume", "state", "--samples", "5") == 2
+    assert "expected samples = 2 to go on" in capsys.readouterr().err
+    assert command("--resume", "state", "--dtype", "float64") == 2
+    assert steps() == [1, 4, 8]
+
+
+def test_a_finding_fails(own, capsys):
+    for path in Path("saved").iterdir():
+        net = runs.model(width=4, depth=1)
+        fast = torch.optim.SGD(net.parameters(), lr=1e4)
+        torch.save({"model": net.state_dict(), "optimizer": fast.state_dict()}, path)
+    assert command("--fail-on", "spike") == 0
+    capsys.readouterr()
+    assert command("--fail-on", "rate-beyond-the-limit") == 1
+    assert "--fail-on: The learning rate is beyond its limit" in capsys.readouterr().err
+    assert command("--fail-on", "warning") == 1  # and what is graver
+    assert command("--fail-on", "colour") == 2
+
+
+def test_strict_asks_for_convergence(own, capsys, monkeypatch):
+    from curvlens.training import gauge
+
+    assert command("--resume", "enough", "--strict") == 0
+    monkeypatch.setattr(gauge, "MOST_PRODUCTS", 4)
+    assert command("--resume", "few") == 0
+    assert not Track.read("few/track.jsonl").measurements[0]["lambda_max"]["converged"]
+    capsys.readouterr()
+    assert command("--resume", "few", "--strict") == 4
+    assert "--strict" in capsys.readouterr().err
+
+
 def test_a_folder_of_the_trainer(tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,8 +15,11 @@ from curvlens.cli.options import (
     Json,
     Length,
     Loss,
+    MaxMinutes,
+    MaxProducts,
     MicroBatch,
     Quiet,
+    Resume,
     Seed,
     Sequences,
     Strict,
@@ -26,6 +29,7 @@ from curvlens.cli.options import (
 if TYPE_CHECKING:
     from curvlens.sources import Subject
     from curvlens.training.checkpoints import Checkpoint
+    from curvlens.training.record import Track
 
 
 def track(
@@ -51,6 +55,9 @@ def track(
     device: Device = None,
     dtype: Dtype = None,
     seed: Seed = 0,
+    max_products: MaxProducts = None,
+    max_minutes: MaxMinutes = None,
+    resume: Resume = None,
     dry_run: DryRun = False,
     fail_on: Annotated[
         str | None, typer.Option(help="Exit with 1 on such a finding: a severity, or names, with commas.")
@@ -61,14 +68,16 @@ def track(
 ) -> None:
     """Curvature through a training that is over, from its checkpoints: sharpness, its limit, blocks, heads, depth.
 
-    Each checkpoint is measured on the same held batches, and written down at once: the same command goes on after an
-    interruption. The optimizer's own state, where it is saved, gives the sharpness that it saw.
+    Each checkpoint is measured on the same held batches, and written down at once, beside the page or as track.jsonl
+    in the folder of --resume: the same command goes on after an interruption, or where --max-products or --max-minutes
+    ended it. The optimizer's own state, where it is saved, gives the sharpness that it saw.
     """
     from curvlens.training.checkpoints import checkpoints, track_checkpoints
 
     with expected_input():
         failing = _failing(fail_on)
         found = checkpoints(folder)
+        record = out.with_suffix(".jsonl") if resume is None else resume / "track.jsonl"
         if dry_run:
             typer.echo("\n".join(f"step {c.step:>8,}  {c.path}" for c in found))
             raise typer.Exit(DONE)
@@ -80,24 +89,39 @@ def track(
 
         try:
             tracker = track_checkpoints(
-                found, subject.model, subject.batches, out.with_suffix(".jsonl"), watch, loss=loss or subject.loss,
+                found, subject.model, subject.batches, record, watch, loss=loss or subject.loss,
                 parts=[name.strip() for name in parts.split(",")], samples=samples, seed=seed,
                 dtype=subject.dtype, micro_batch=micro_batch,
+                max_products=max_products, max_minutes=max_minutes,
             )  # fmt: skip
         except KeyboardInterrupt:
             complain("interrupted; what was measured is kept, and the same command goes on from there")
             raise typer.Exit(INCOMPLETE) from None
     _tell(tracker.track, out, json, quiet)
-    failed = [m["step"] for m in tracker.track.measurements if m.get("failed")]
-    if any(f.id in failing or f.severity in failing for f in tracker.findings):
-        raise typer.Exit(FAILED)
+    raise typer.Exit(_code(tracker.track, found, failing, strict))
+
+
+def _code(track: Track, found: list[Checkpoint], failing: set[str], strict: bool) -> int:
+    left = sorted({c.step for c in found} - set(track.steps))
+    if left:
+        complain(
+            f"{len(left)} of {len(found)} checkpoints are left, from step {left[0]}; run it again to go on"
+        )
+    failed = [m["step"] for m in track.measurements if m.get("failed")]
+    hit = [f.title for f in track.findings if failing & {f.severity, f.id}]
+    if hit:
+        complain(f"--fail-on: {'; '.join(hit)}")
+        return FAILED
     if failed:
         complain(f"measurements of step {', '.join(map(str, failed))} are not complete; the record says why")
-        raise typer.Exit(INCOMPLETE)
-    raise typer.Exit(NOT_CONVERGED if strict and not _converged(tracker.track) else DONE)
+        return INCOMPLETE
+    if strict and (left or not _converged(track)):
+        complain("--strict: not every checkpoint has its eigenvalues to the tolerance")
+        return NOT_CONVERGED
+    return DONE
 
 
-def _tell(track: Any, out: Path, json: bool, quiet: bool) -> None:
+def _tell(track: Track, out: Path, json: bool, quiet: bool) -> None:
     from json import dumps
 
     from curvlens.training.record import plain
@@ -109,7 +133,7 @@ def _tell(track: Any, out: Path, json: bool, quiet: bool) -> None:
         typer.echo(f"{track}\nThe page: {out}")
 
 
-def _converged(track: Any) -> bool:
+def _converged(track: Track) -> bool:
     keys = ("lambda_max", "lambda_min", "preconditioned")
     return all(m[key]["converged"] for m in track.measurements for key in keys if m.get(key))
 

@@ -49,15 +49,47 @@ def _prepared(job: Job, names: list[str]) -> Pull:
         parameters[name].requires_grad_()
     leaves = [parameters[name] for name in job.rows]
     columns = [parameters[name] for name in names]
+    if quantity.at is None and not quantity.is_gauss_newton:
+        return _hessian(land, quantity, piece, parameters, leaves, columns)
     if not quantity.is_gauss_newton:
-        return _second_derivative(quantity.scalar(land, piece)(parameters), leaves, columns)
+        return _derivative(first_gradient(quantity.scalar(land, piece)(parameters), columns), leaves)
     if quantity.at is None:
         return _gauss_newton(land, quantity, piece, parameters, leaves, columns)
     return _inner_gauss_newton(land, quantity.at, piece, parameters, leaves, columns)
 
 
-def _second_derivative(scalar: Tensor, leaves: list[Tensor], columns: list[Tensor]) -> Pull:
-    gradients = first_gradient(scalar, columns)
+def _hessian(
+    land: Landscape,
+    quantity: Quantity,
+    piece: Batch,
+    parameters: Parameters,
+    leaves: list[Tensor],
+    columns: list[Tensor],
+) -> Pull:
+    """The derivative of `Jᵀ g`, with `g` fixed for the functional part; the loss enters in closed form alone."""
+    output = land.output(parameters, piece)
+    gradient = _LossGradient.apply(output, land, piece.target)
+    gradient = gradient.detach() if quantity.name == "functional" else gradient
+    return _derivative(first_gradient([output], columns, [gradient]), leaves)
+
+
+class _LossGradient(torch.autograd.Function):
+    """`g = ∂L/∂F` of the output, and for its own derivative `∂²L/∂F²`."""
+
+    @staticmethod
+    def forward(ctx, output, land, target):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(output)
+        ctx.land, ctx.target = land, target
+        return land.loss.gradient(output, target) / land.weight
+
+    @staticmethod
+    def backward(ctx, tangent):  # type: ignore[no-untyped-def]
+        (output,) = ctx.saved_tensors
+        product = ctx.land.loss.hessian_product(output.detach(), ctx.target, tangent[None])[0]
+        return product / ctx.land.weight, None, None
+
+
+def _derivative(gradients: list[Tensor], leaves: list[Tensor]) -> Pull:
     return lambda directions, keep: pull_back(gradients, leaves, directions, keep)
 
 

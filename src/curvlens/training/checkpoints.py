@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,15 @@ from curvlens.training.tracker import Tracker
 NUMBER = re.compile(r"(\d+)(?!.*\d)")
 WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 Build = Callable[[], nn.Module]
+SAME = (
+    "loss",
+    "scored_tokens",
+    "dtype",
+    "parameters",
+    "parts",
+    "samples",
+    "seed",
+)  # of all that one record holds
 
 
 @dataclass(frozen=True)
@@ -57,22 +67,31 @@ def track_checkpoints(
     batches: Any,
     path: str | Path | None = "track.jsonl",
     watch: Callable[[int, Checkpoint], None] | None = None,
+    *,
+    max_products: int | None = None,
+    max_minutes: float | None = None,
     **options: Any,
 ) -> Tracker:
     """Measure every checkpoint; `model` is loaded with the weights of each. Options are those of `Tracker`.
 
-    A record of the same folder that was broken off is gone on with: steps in it are not measured again.
+    A record of the same folder that was broken off is gone on with: steps in it are not measured again. No checkpoint
+    but the first is begun that would pass `max_products` or `max_minutes`, as far as the costliest so far tells.
     """
+    budget = Budget(max_products, max_minutes)
     options["parts"] = options.get("parts") or ("eigenvalues", "optimizer", "blocks", "heads", "depth")
     load(model, found[0].path)
     tracker = Tracker(model.eval(), batches, None, 1, path=path, **options)
     done: set[int] = set()
     if path is not None and Path(path).exists() and Path(path).stat().st_size:
+        settings = tracker._header()
         tracker.restart(found[-1].step)
+        _same(settings, tracker.track.header, Path(path))
         done = set(tracker.track.steps)
     for index, checkpoint in enumerate(found):
         if checkpoint.step in done:
             continue
+        if not budget.allows(tracker.track.measurements):
+            break
         if watch is not None:
             watch(index, checkpoint)
         load(model, checkpoint.path)
@@ -83,9 +102,42 @@ def track_checkpoints(
         for step, loss, norm in _logged(checkpoint.path, tracker.track.training()[0]):
             tracker._keep(step, loss, None, norm)
         tracker.steps = checkpoint.step
-        tracker.measure()
+        budget.spent(tracker.measure())
     tracker.track.measurements.sort(key=lambda measurement: measurement["step"])
     return tracker
+
+
+class Budget:
+    """What one run may spend on checkpoints. The first is always measured, so that every run comes further."""
+
+    def __init__(self, products: int | None, minutes: float | None):
+        self.products, self.minutes = products, minutes
+        self.used = self.measured = 0
+        self.began = time.monotonic()
+
+    def allows(self, measurements: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether one more that costs as much as the costliest of those known fits in."""
+        if not self.measured:
+            return True
+        products = self.used + max(m.get("products", 0) for m in measurements)
+        seconds = time.monotonic() - self.began + max(m.get("seconds", 0.0) for m in measurements)
+        return (self.products is None or products <= self.products) and (
+            self.minutes is None or seconds <= 60 * self.minutes
+        )
+
+    def spent(self, measurement: Mapping[str, Any]) -> None:
+        self.used += measurement.get("products", 0)
+        self.measured += 1
+
+
+def _same(settings: Mapping[str, Any], recorded: Mapping[str, Any], path: Path) -> None:
+    """Numbers of other data or settings do not belong on one curve."""
+    for key in SAME:
+        if recorded.get(key) != settings[key]:
+            raise ValueError(
+                f"expected {key} = {recorded.get(key)} to go on with {str(path)!r}, got {settings[key]}; "
+                "measure as before, or keep another record"
+            )
 
 
 def load(model: nn.Module, path: Path) -> None:

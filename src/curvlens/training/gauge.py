@@ -70,6 +70,7 @@ class Gauge:
         self.members = sums({group.name: group.blocks for group in self.groups}, self.blocks)
         self.ends: Tensor | None = None  # eigenvectors of both ends, [P, 2]
         self.top: Tensor | None = None  # the optimizer's, [P, 1]
+        self.products = 0  # with the Hessian, so far
 
     # -- parts
 
@@ -144,6 +145,7 @@ class Gauge:
             scale = scale.to(self.H.device, self.H.dtype)
             stacks.append(scale * signs)
         images = self.H.apply(torch.cat(stacks))
+        self.products += len(images)
         plain, along = images[: self.samples], images[self.samples]
         found = self._spread("trace", vectors.block_dots(signs, plain, self.blocks))
         found |= self._roots("row_norm", plain)
@@ -163,7 +165,9 @@ class Gauge:
 
     def by_depth(self) -> dict[str, Any]:
         """What each sublayer passes down of the curvature above it, and what it creates."""
-        found = stream_propagation(self.land, samples=max(2, self.samples), eigenvalues=False, seed=self.seed)
+        samples = max(2, self.samples)
+        found = stream_propagation(self.land, samples=samples, eigenvalues=False, seed=self.seed)
+        self.products += 2 * samples * len(found.sublayers)
         parts = {
             name: _extents([getattr(step, name) for step in found.sublayers])
             for name in ("passed", "created", "total")
@@ -199,9 +203,11 @@ class Gauge:
         # 40 vectors where there is room, and down to 10 where they would take more than a fourth of what is free
         room = int(free_memory(H.device) / 4 / (H.domain.size * H.dtype.itemsize))
         basis = min(H.domain.size, max(10, min(40, room)))
-        return eigsh(
+        found = eigsh(
             H, k, which, self.tol, start, self.seed, basis=basis, progress=False, max_products=MOST_PRODUCTS
         )
+        self.products += found.products
+        return found
 
     def _squares(self, vector: Tensor) -> list[float]:
         parts = vectors.block_dots(vector[None], vector[None], self.blocks)[0]

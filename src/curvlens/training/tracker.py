@@ -253,9 +253,11 @@ class Tracker:
         with at_rest(self.model):
             try:
                 gauge = self._current_gauge()
+                before = gauge.products
                 found["trained"] = gauge.blocks.size
                 for name, measure in self._due_parts(gauge).items():
                     _attempt(name, measure, found, failed)
+                found["products"] = gauge.products - before
             except Exception as error:  # the model itself is at fault, as with frozen weights
                 failed["landscape"] = _reason(error)
         rates = [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
