@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from curvlens import families
+from curvlens.batches import Batch
 from curvlens.engine.chunks import saved_bytes
 from curvlens.exact.head_capture import Unsupported, capture
 from curvlens.exact.head_grams import BLOCKS, KEY_BLOCKS, QUERY_BLOCKS, Gram, Shared, inner, traces
@@ -179,18 +180,27 @@ def _capture(
     """The sequences of each layer; unless `without` is None, with the loss's curvature, or there the reason why not."""
     found: dict[str, list[Sequence]] = {site.name: [] for site in sites}
     for piece in land.pieces():
-        curvatures = {}
-        for site in sites if without is not None else ():
-            try:
-                curvatures[site.name] = token_curvature(land, piece, site)
-            except Unsupported as reason:
-                without[site.name] = str(reason)
+        curvatures = {} if without is None else _curvatures(land, piece, sites, without)
         for name, sequences in capture(land, piece, sites, curvatures).items():
             if isinstance(sequences, Unsupported):
                 omitted[name] = str(sequences)
             elif name in found:
                 found[name].extend(sequences)
     return {name: sequences for name, sequences in found.items() if name not in omitted}
+
+
+def _curvatures(
+    land: Landscape, piece: Batch, sites: list[AttentionSite], without: dict[str, str]
+) -> dict[str, Tensor]:
+    """The loss's curvature at the output of each layer where it is local to a token; `without` gets the others."""
+    found = {}
+    for site in sites:
+        if site.name not in without:
+            try:
+                found[site.name] = token_curvature(land, piece, site)
+            except Unsupported as reason:
+                without[site.name] = str(reason)
+    return found
 
 
 # -- what is exact
