@@ -83,7 +83,7 @@ def track_checkpoints(
     tracker = Tracker(model.eval(), batches, None, 1, path=path, **options)
     done: set[int] = set()
     if path is not None and Path(path).exists() and Path(path).stat().st_size:
-        settings = tracker._header()
+        settings = tracker.settings()
         tracker.restart(found[-1].step)
         _same(settings, tracker.track.header, Path(path))
         done = set(tracker.track.steps)
@@ -100,7 +100,7 @@ def track_checkpoints(
         if why:
             tracker.left_out["optimizer"] = why
         for step, loss, norm in _logged(checkpoint.path, tracker.track.training()[0]):
-            tracker._keep(step, loss, None, norm)
+            tracker.handed.keep(step, loss, None, norm)
         tracker.steps = checkpoint.step
         budget.spent(tracker.measure())
     tracker.track.measurements.sort(key=lambda measurement: measurement["step"])
