@@ -34,6 +34,7 @@ def test_the_reference_names_everything():
 
 def test_every_finding_is_explained():
     from curvlens.report.findings import NAMES
+    from curvlens.training import findings as training
 
     table = re.findall(r"^\| `([a-z-]+)` \| ", (DOCS / "report.md").read_text(), re.M)
-    assert sorted(table) == sorted({*NAMES} | {"quick", "standard", "thorough"} & set(table))
+    assert sorted(table) == sorted({*NAMES, *training.NAMES} | {"quick", "standard", "thorough"} & set(table))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from curvlens.operator import Operator
 class Curvature(Operator):
     """A curvature matrix of a landscape, or some of its rows and columns, by exact products.
 
-    `engine` says how products are computed. A block is computed as a block: tangents enter at its columns and
-    gradients are taken for its rows alone.
+    `engine` says how products are computed, and is known before the first. A block is computed as a block: tangents
+    enter at its columns and gradients are taken for its rows alone.
     """
 
     def __init__(
@@ -33,10 +34,16 @@ class Curvature(Operator):
         options: Options | None = None,
     ):
         super().__init__(rows, columns, land.dtype, land.device, symmetric=rows == columns)
-        self.landscape, self.quantity, self.engine = land, quantity, engine
+        engines.check(engine, quantity)
+        self.landscape, self.quantity, self._engine = land, quantity, engine
         self.options = options or Options()
         self.kept = Kept(self.options.keep)
         self._precision_error: float | None = None
+
+    @cached_property
+    def engine(self) -> str:
+        """The name; what "auto" stands for is found when it is asked for, or at the first product."""
+        return engines.choose(self._engine, self.quantity, self.landscape)
 
     def apply(self, stack: Tensor) -> Tensor:
         return engines.product(
@@ -65,7 +72,7 @@ class Curvature(Operator):
         return self._block(self.domain, self.codomain)
 
     def _block(self, rows: Blocks, columns: Blocks) -> Operator:
-        return Curvature(self.landscape, self.quantity, self.engine, rows, columns, self.options)
+        return Curvature(self.landscape, self.quantity, self._engine, rows, columns, self.options)
 
     def __repr__(self) -> str:
         rows, columns = self.shape
@@ -126,6 +133,4 @@ def _curvature(land: Landscape, quantity: Quantity, engine: str, options: dict[s
             raise ValueError(
                 f"expected the path of a module, such as {paths[0] if paths else ''!r}, got at={quantity.at!r}"
             )
-    return Curvature(
-        land, quantity, engines.choose(engine, quantity), land.blocks, land.blocks, Options(**options)
-    )
+    return Curvature(land, quantity, engine, land.blocks, land.blocks, Options(**options))

@@ -277,6 +277,50 @@ def test_outer_blocks_under_the_identity(name):
         assert (off < 5 * estimate.stderr[f"outer {block}"]).all()
 
 
+TOP = [
+    *("gpt2", "gpt2_classifier", "gpt2_cross", "llama", "qwen2", "bert", "vit", "t5", "nanogpt"),
+    *("torch_encoder", "own_tied"),
+]
+
+
+@pytest.mark.parametrize("name", TOP)
+def test_outer_blocks_under_the_curvature_of_the_loss(name):
+    """Against the operator at the top attention; below it tokens meet again, and it says so."""
+    land = landscape(name)
+    result = heads(land, budget=math.inf, outer="loss")
+    sites = families.attention_sites(land.model)
+    # attention to another sequence does not mix tokens of its own, so the self-attention below it is at the top too
+    below = len(sites) - (2 if sites[-1].name.endswith("cross") else 1)
+    assert list(result.omitted) == [f"outer blocks of {site.name}" for site in sites[:below]]
+    assert all("not local to a token" in why for why in result.omitted.values())
+    for block in (*BLOCKS, "VV"):
+        norms = result.norms[f"outer {block}"]
+        assert norms[:below].isnan().all()
+        assert result.exact[f"outer {block}"].tolist() == [i >= below for i in range(len(sites))]
+        for i, site in list(enumerate(sites))[below:]:
+            H, group = cl.gauss_newton(land, at=site.output), site.heads // site.kv_heads
+            for head in range(site.heads if "Q" in block else site.kv_heads):
+                key_head = head // group if "Q" in block else head
+                of = {"Q": (site.query, head), "K": (site.key, key_head), "V": (site.value, key_head)}
+                rows, columns = ("{}.head.{}".format(*of[letter]) for letter in block)
+                expected = H.block(rows, columns).dense().norm().item()
+                assert norms[i, head].item() == pytest.approx(expected, rel=EXACT), (block, head)
+
+
+def test_the_curvature_of_the_loss_in_pieces():
+    model, batch = models.MODELS["gpt2"]()
+    one = heads(cl.Landscape(model, batch), budget=math.inf, outer="loss")
+    single = heads(cl.Landscape(model, batch, micro_batch=1), budget=math.inf, outer="loss")
+    estimate = heads(cl.Landscape(model, batch), budget=0.0, samples=200, outer="loss")
+    for block in (*BLOCKS, "VV"):
+        name = f"outer {block}"
+        torch.testing.assert_close(single.norms[name], one.norms[name], rtol=EXACT, atol=0, equal_nan=True)
+        off = (estimate.norms[name] - one.norms[name]).abs()[-1]
+        assert (off < 5 * estimate.stderr[name][-1]).all()
+    with pytest.raises(ValueError, match='number, the curvature of the loss, or "loss"'):
+        heads(cl.Landscape(model, batch), outer="mse")
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_single_precision(name):
     """Sums in double precision, and keys about their mean where they are not turned."""

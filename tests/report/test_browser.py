@@ -290,4 +290,4 @@ def test_other_pages(kind, browser, request, tmp_path):
     assert data["schema"]
     if kind != "comparison":
         shown = browser.run("return [...document.querySelectorAll('.finding')].map(e => e.id)")
-        assert shown == [f"finding-{f['id']}" for f in data["findings"]]
+        assert shown == [f"finding-{f['id']}" for f in unpacked(data)["findings"]]

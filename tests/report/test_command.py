@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from analyses import digit_net, tiny
-from curvlens import cli, digits, nets
+from curvlens import cli, digits, hessian, nets
 from curvlens.report import Report, presets, stages
 from curvlens.report.compare import compare
 from curvlens.report.data import Finding
@@ -360,6 +361,15 @@ def test_ctrl_c_keeps_the_page(name, here, capsys, monkeypatch):
     assert "not complete" in out
 
 
+def test_what_cannot_be_printed_does_not_take_the_page_with_it(here, capsys, monkeypatch):
+    def gone(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Report, "__str__", gone)
+    assert run(capsys)[0] == 3
+    assert Report.from_json("out/report.html").findings == Report.from_json("out/report.json").findings
+
+
 def test_ctrl_c_while_training(here, capsys, monkeypatch):
     def interrupted(*_, **options):
         raise KeyboardInterrupt
@@ -379,6 +389,109 @@ def test_a_stage_that_fails_is_exit_code_3(here, capsys, monkeypatch):
     assert code == 3
     assert "not all could be measured: curvature by depth" in err
     assert "RuntimeError: a fault" in out
+
+
+def trained_gpt2(decay=False):
+    """The saved model again, some steps on, and its AdamW, in groups as the Trainer has them or in one."""
+    from transformers import GPT2LMHeadModel
+
+    model = GPT2LMHeadModel.from_pretrained("model")
+    plain = [p for n, p in model.named_parameters() if "ln_" not in n and not n.endswith("bias")]
+    rest = [p for n, p in model.named_parameters() if "ln_" in n or n.endswith("bias")]
+    groups = [{"params": plain, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups if decay else model.parameters(), lr=3e-3)
+    ids = torch.randint(60, (4, 16), generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    model.save_pretrained("model")
+    return model, optimizer
+
+
+@pytest.mark.parametrize("decay", [False, True])
+def test_the_saved_state_of_the_optimizer(decay, folder, capsys):
+    """As the optimizer in hand sees it: the same largest eigenvalue of P^-1/2 H P^-1/2, formed here."""
+    model, optimizer = trained_gpt2(decay)
+    torch.save(optimizer.state_dict(), "optimizer.pt")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "both.pt")
+    given = ("--model", "model", "--text", "text.txt", "--sequences", "2", "--dtype", "float64", "--quiet")
+    rows = []
+    for file in ("optimizer.pt", "both.pt"):
+        code, _, err = run(capsys, *given, "--optimizer", file)
+        assert code == 0, err
+        report = Report.from_json("out/report.json")
+        assert report.meta.optimizer == "AdamW"
+        rows.append(report.sharpness[-1])
+    assert rows[0] == rows[1]
+    assert rows[0].rate == 3e-3
+    land = subject("model", text="text.txt", sequences=2, dtype="float64").landscape()
+    named, P = dict(model.named_parameters()), {}
+    for name in land.parameters():
+        state = optimizer.state[named[name]]
+        corrected = (state["exp_avg_sq"].double() / (1 - 0.999**3)).sqrt()
+        P[name] = (1 - 0.9**3) * (corrected + 1e-8)
+    scale = land.blocks.from_parameters(P).rsqrt()
+    largest = torch.linalg.eigvalsh(scale[:, None] * hessian(land).dense() * scale)[-1].item()
+    assert abs(rows[0].value.value - largest) <= max(rows[0].value.stderr, 1e-9 * largest)
+
+
+def test_an_optimizer_that_does_not_fit(folder, capsys):
+    trained_gpt2()
+    other = nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    of_other, fresh = torch.optim.AdamW(other.parameters()), torch.optim.AdamW(trained_gpt2()[0].parameters())
+    of_other.step()
+    torch.save(of_other.state_dict(), "other.pt")
+    torch.save(fresh.state_dict(), "fresh.pt")
+    torch.save({"a": torch.zeros(2)}, "none.pt")
+    given = ("--model", "model", "--text", "text.txt")
+    for arguments, message in (
+        ((*given, "--optimizer", "other.pt"), "'other.pt', got none .* does not fit the model's parameters"),
+        ((*given, "--optimizer", "fresh.pt"), "'fresh.pt', got none .* the optimizer has not taken a step"),
+        ((*given, "--optimizer", "none.pt"), "'none.pt', got none .* no optimizer in the file"),
+        ((*given, "--optimizer", "text.txt"), "'text.txt', got what cannot be read as that"),
+        (
+            (*given, "--optimizer", "no.pt"),
+            "expected a file with the state of an optimizer, got no file 'no.pt'",
+        ),
+        ((*given, "--optimizer", "model"), "no optimizer.pt in the checkpoint"),
+        (("--optimizer", "fresh.pt"), "expected --model with --optimizer, got none"),
+    ):
+        code, out, err = run(capsys, *arguments)
+        assert (code, out) == (2, "")
+        assert re.fullmatch(f"curvlens: .*{message}.*\n", err), err
+
+
+HUNGRY = """
+import torch
+from torch import nn
+class Hungry(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+    def forward(self, x):
+        return self.layer(x) + torch.empty(len(x) - 1, 1 << 50).sum()
+def build(): return Hungry()
+def large(): return nn.Linear(1 << 25, 1 << 25)
+def batches(): return [(torch.ones(4, 3), torch.ones(4, 2))]
+"""
+
+
+def test_out_of_memory_is_one_line_and_its_advice_helps(here, capsys):
+    """The allocator itself refuses a petabyte: in the first stage, and while the model is built."""
+    Path("hungry.py").write_text(HUNGRY)
+    given = ("--model", "hungry.py:build", "--data", "hungry.py:batches", "--quiet")
+    code, out, err = run(capsys, *given)
+    assert (code, out) == (3, "")
+    assert err == (
+        "curvlens: expected memory for the loss and its gradient, got too little for 12,582,912.0 GiB more; take "
+        "fewer samples at a time (micro_batch=1, or --micro-batch 1), shorter sequences, or float32\n"
+    )
+    assert run(capsys, *given, "--micro-batch", "1")[0] == 0
+    code, out, err = run(capsys, "--model", "hungry.py:large", "--data", "hungry.py:batches", "--quiet")
+    assert (code, out) == (3, "")
+    assert re.fullmatch(r"curvlens: expected memory for the model and its data, .* 4,194,304.0 GiB .*\n", err)
 
 
 def test_a_full_disk(here, capsys, monkeypatch):

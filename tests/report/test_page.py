@@ -127,6 +127,15 @@ def test_packing():
     assert result["b"]["symmetric"]
     assert result["d"] == {"same": "c"}
     assert unpacked(result) == content
+    rows = [{"name": f"n{i}", "kind": "q", "deep": {"x": 0.5 * i, "y": None}} for i in range(20)]
+    rows[3]["more"], rows[5]["more"] = [1], [2, 3]  # fields that few have
+    by_field = packed({"rows": rows, "few": rows[:2], "none": [{}] * 5})
+    assert by_field["rows"]["each"]["kind"] == {"all": "q"}
+    assert by_field["rows"]["each"]["more"] == {"some": [[1], [2, 3]], "at": [3, 5]}
+    assert list(by_field["rows"]["each"]["deep"]["each"]["x"]) == ["f4", "shape"]
+    assert unpacked(by_field) == {"rows": rows, "few": rows[:2], "none": [{}] * 5}
+    refers = [{"x": [float(i)] * 40, "y": [0.25] * 40} for i in range(6)]  # by their places, which stay
+    assert unpacked(packed(refers)) == refers
     errors = packed({"stderr": [0.1] * 30})
     assert list(errors["stderr"]) == ["b2", "shape"]
     assert unpacked(errors)["stderr"][0] == pytest.approx(0.1, rel=0.01)

@@ -21,7 +21,16 @@ from curvlens.cli.analyze import analyze
 from curvlens.cli.compare import compare
 from curvlens.cli.converge import converge
 from curvlens.cli.doctor import doctor
-from curvlens.cli.exits import DONE, INCOMPLETE, INTERRUPTED, WRONG_INPUT, WrongInput, complain, one_line
+from curvlens.cli.exits import (
+    DONE,
+    INCOMPLETE,
+    INTERRUPTED,
+    WRONG_INPUT,
+    WrongInput,
+    complain,
+    one_line,
+    out_of_memory,
+)
 from curvlens.cli.reproduce import reproduce
 from curvlens.cli.scale import scale
 from curvlens.cli.track import track
@@ -67,13 +76,17 @@ def run(arguments: Sequence[str] | None = None) -> int:
         complain(str(error))
         return WRONG_INPUT
     except (MemoryError, OSError) as error:
-        complain(one_line(error))
+        complain(one_line(error) if error.args else out_of_memory(error))
         return INCOMPLETE
     except Exception as error:
         if hasattr(error, "format_message"):  # the command line's own, of wrong usage
             complain(_usage(error))
             return WRONG_INPUT
-        traceback.print_exc()  # ours: to be reported
+        words = out_of_memory(error)
+        if words:
+            complain(words)
+        else:
+            traceback.print_exc()  # ours: to be reported
         return INCOMPLETE
     if code == INTERRUPTED:
         complain("interrupted before it was done")

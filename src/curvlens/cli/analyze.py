@@ -46,6 +46,12 @@ def analyze(
     text: Text = None,
     data: Data = None,
     loss: Loss = None,
+    optimizer: Annotated[
+        Path | None,
+        typer.Option(
+            help="State of the optimizer in use: torch.save of its state_dict, a Trainer's optimizer.pt, a checkpoint."
+        ),
+    ] = None,
     preset: Annotated[
         str, typer.Option(help="quick, standard or thorough: how much is measured.")
     ] = "standard",
@@ -86,6 +92,10 @@ def analyze(
     with expected_input():
         failing = _failing(fail_on)
         page = _page(out)
+        if model is None and optimizer is not None:
+            raise ValueError(
+                "expected --model with --optimizer, got none; the default is trained with its own"
+            )
         if model is None and not quiet and sys.stderr.isatty():
             print("training the one-block GPT on digit addition …", file=sys.stderr)
         found = subject(
@@ -99,16 +109,29 @@ def analyze(
             sequences=sequences,
             net=settings_of_net(net),
         )
+        if optimizer is not None:
+            found = _with_optimizer(found, optimizer)
         land = found.landscape(loss, micro_batch)
     if dry_run:
         _forecast(found, land, preset, json)
         raise typer.Exit(DONE)
     report = _analyse(found, land, preset, seed, max_products, max_minutes, resume, quiet)
-    _print(report, json, quiet)
-    written = _write(report, page, figures)
+    try:
+        written = _write(report, page, figures)
+    finally:  # what the disk has no room for is still said
+        _print(report, json, quiet)
     if not quiet and not json:
         typer.echo(f"The page: {written}")
     raise typer.Exit(_code(report, failing, strict, written))
+
+
+def _with_optimizer(found: Subject, path: Path) -> Subject:
+    """The subject as the optimizer of a file sees it."""
+    from dataclasses import replace
+
+    from curvlens.training.checkpoints import saved_optimizer
+
+    return replace(found, optimizer=saved_optimizer(found.model, path))
 
 
 def _analyse(

@@ -29,6 +29,18 @@ def one_line(error: BaseException) -> str:
     return " ".join(text.split()) or type(error).__name__
 
 
+def out_of_memory(error: BaseException) -> str:
+    """The line for an error that says that memory ran out, in words of torch or in none; "" for any other."""
+    from curvlens.engine.room import is_out_of_memory, wanted
+
+    if not is_out_of_memory(error):
+        return ""
+    return (
+        f"expected memory for the model and its data, got too little for {wanted(error)} more; give --micro-batch 1, "
+        "a smaller --length or fewer --sequences where the command has them, or a smaller model"
+    )
+
+
 def complain(message: str) -> None:
     line = " ".join(message.split())
     if line:  # a command line without a command shows the help instead

@@ -6,7 +6,8 @@ An engine is chosen openly, by name, and an operator says which one it uses:
 "forward-over-reverse"  pushes a tangent through the gradient; keeps no graph of the gradient
 "layered"               goes through the model layer by layer, with one layer's graph at a time and without logits
 
-All give the same numbers up to rounding. `Quantity` says what is multiplied.
+All give the same numbers up to rounding. "auto" goes layer by layer where the model can be cut and another engine would
+hold a large graph; `choice` has the rule. `Quantity` says what is multiplied.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from curvlens import guards
 from curvlens.batches import Batch
 from curvlens.blocks import Blocks
 from curvlens.engine import double_backward, forward_over_reverse, layered
+from curvlens.engine.choice import auto
 from curvlens.engine.chunks import chunk_size
 from curvlens.engine.job import Job
 from curvlens.engine.kept import Kept
@@ -39,21 +41,21 @@ ENGINES: dict[str, Engine] = {
 }
 
 
-def choose(engine: str, quantity: Quantity) -> str:
+def choose(engine: str, quantity: Quantity, land: Landscape) -> str:
     """The engine that "auto" stands for, or the named one."""
-    if engine == "auto":
-        # one tangent forward and one backward make a Gauss-Newton product; a Hessian product costs either
-        # engine the same arithmetic, and double backward shares it between vectors
-        gauss_newton = quantity.is_gauss_newton and quantity.at is None
-        return "forward-over-reverse" if gauss_newton else "double-backward"
-    if engine not in ENGINES:
+    check(engine, quantity)
+    return auto(land, quantity) if engine == "auto" else engine
+
+
+def check(engine: str, quantity: Quantity) -> None:
+    """Refuse a name that is none, and an engine that cannot do the quantity."""
+    if engine not in (*ENGINES, "auto"):
         raise ValueError(f"expected an engine out of {', '.join(ENGINES)} or 'auto', got {engine!r}")
     if engine == "layered" and quantity.at is not None:
         raise ValueError(
             f"expected a split at the model's output for this engine, got one at {quantity.at!r}; "
             'use engine="double-backward"'
         )
-    return engine
 
 
 def product(

@@ -18,7 +18,6 @@ from curvlens.engine import choose, run_piece, vectors_a_pass
 from curvlens.engine.double_backward import graph_bytes
 from curvlens.engine.memory import recorded_peak
 from curvlens.engine.quantity import Quantity
-from curvlens.engine.segments import Uncut
 from curvlens.landscape import Landscape
 from curvlens.operator import free_memory
 
@@ -66,17 +65,7 @@ def plan(
 ) -> Plan:
     """The plan of products of a quantity of a landscape with so many vectors at once."""
     quantity = Quantity(quantity) if isinstance(quantity, str) else quantity
-    planned = _plan(land, quantity, choose(engine, quantity), vectors)
-    if engine != "auto" or planned.peak_bytes <= MOST * planned.free_bytes or quantity.at is not None:
-        return planned
-    try:  # what keeps a graph does not fit: layer by layer may
-        smaller = _plan(land, quantity, "layered", vectors)
-    except Uncut:
-        return planned
-    return smaller if smaller.peak_bytes < planned.peak_bytes else planned
-
-
-def _plan(land: Landscape, quantity: Quantity, engine: str, vectors: int) -> Plan:
+    engine = choose(engine, quantity, land)
     trials = _Trials(land, quantity, engine, vectors)
     free = free_memory(land.device)
     seconds, peak = trials.whole(land.micro_batch)

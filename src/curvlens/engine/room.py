@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from dataclasses import dataclass, replace
 
@@ -47,5 +48,13 @@ def remember(land: Landscape, room: Room) -> None:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out; on a CPU torch says so by a plain RuntimeError."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )
+
+
+def wanted(error: BaseException) -> str:
+    """What was asked for when memory ran out, "3.2 GiB"; what the error says where it does not say that."""
+    found = re.search(r"tried to allocate ([\d.]+) (\w+)", str(error), re.IGNORECASE)
+    if found is None:
+        return (str(error).splitlines() or [type(error).__name__])[0]
+    return f"{float(found[1]) / 2**30:,.1f} GiB" if found[2] == "bytes" else f"{found[1]} {found[2]}"

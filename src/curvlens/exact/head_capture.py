@@ -52,9 +52,12 @@ class Seen:
 
 
 def capture(
-    land: Landscape, piece: Batch, sites: list[AttentionSite]
+    land: Landscape, piece: Batch, sites: list[AttentionSite], curvatures: dict[str, Tensor]
 ) -> dict[str, list[Sequence] | Unsupported]:
-    """The sequences that each site has seen, by its name; or why it cannot be analysed. Cost: one gradient."""
+    """The sequences that each site has seen, by its name; or why it cannot be analysed. Cost: one gradient.
+
+    `curvatures` are those of the loss at the outputs of some sites, `[batch, tokens, o, o]`, kept with the sequences.
+    """
     # first derivatives alone
     with guards.undisturbed(land.model, land.device), sdpa_kernel(_BACKENDS):
         parameters = {name: p.requires_grad_() for name, p in land.parameters().items()}
@@ -75,7 +78,13 @@ def capture(
         for site in sites:
             try:
                 results[site.name] = _sequences(
-                    land, site, seen[site.name], gradients.get(site.name), parameters, turns
+                    land,
+                    site,
+                    seen[site.name],
+                    gradients.get(site.name),
+                    parameters,
+                    turns,
+                    curvatures.get(site.name),
                 )
             except Unsupported as reason:
                 results[site.name] = reason
@@ -181,6 +190,7 @@ def _sequences(
     gradient: Tensor | None,
     parameters: Parameters,
     turns: list[Tensor],
+    curvature: Tensor | None,
 ) -> list[Sequence]:
     if seen.runs != 1 or len(seen.calls) > 1:
         raise Unsupported(f"expected one attention in a forward pass, got {max(seen.runs, len(seen.calls))}")
@@ -199,7 +209,7 @@ def _sequences(
     if seen.z is not seen.y and (seen.z is None or not torch.equal(seen.z, seen.y)):
         raise Unsupported("expected keys and values that are projections of one input, got two inputs")
     module = land.model.get_submodule(site.module)
-    x, y = _batched(seen.x, module), _batched(seen.y, module)
+    x, y = batched(seen.x, module), batched(seen.y, module)
     raw = {
         "q": _projected(land, seen, parameters, site.query, x, site.heads),
         "k": _projected(land, seen, parameters, site.key, y, site.kv_heads),
@@ -241,6 +251,7 @@ def _sequences(
             scale=scale,
             turn_q=None if turn_q is None else turn_q[b],
             turn_k=None if turn_k is None else turn_k[b],
+            curvature=None if curvature is None else curvature[b],
         )
         if not seen.calls:
             _require_output(sequence, _by_head(seen.mixed.detach(), site.heads)[b])  # type: ignore[union-attr]
@@ -249,7 +260,7 @@ def _sequences(
     return found
 
 
-def _batched(x: Tensor, module: nn.Module) -> Tensor:
+def batched(x: Tensor, module: nn.Module) -> Tensor:
     """`[batch, tokens, d]`."""
     if x.dim() == 2:
         return x[None]

@@ -43,8 +43,8 @@ def squared_norms(
     `samples=None`: `[heads]`, exact, from all unit vectors. Otherwise `[samples, heads]`, from as many vectors of
     random signs; their mean is unbiased. KK, VK and VV have one head, the others one for each query head of the group.
 
-    The blocks are those of the functional part, or with `out = W_O` `[heads, e, o]` those of `Jᵀ J`, with `J` the
-    Jacobian of the layer's output.
+    The blocks are those of the functional part, or with `out = W_O` `[heads, e, o]` those of `Jᵀ B J`, with `J` the
+    Jacobian of the layer's output and `B` the sequences' curvature of the loss there, the identity if they have none.
     """
     found: dict[str, list[Tensor]] = {block: [] for block in wanted}
     first = sequences[0]
@@ -127,7 +127,7 @@ def _push(rows: Rows, source: str, stack: Tensor) -> Pushed:
 
 
 def _push_outer(heads: list[Rows], source: str, stack: Tensor, out: Tensor) -> Iterator[Pushed]:
-    """Changes of the outputs, `ȯ = (A ∘ (Ṡ − A·Ṡ)) v + A v̇`, through `W_O W_Oᵀ`, and back to `q`, `k` and `v`."""
+    """Changes of the outputs, `ȯ = (A ∘ (Ṡ − A·Ṡ)) v + A v̇`, through `W_O B_i W_Oᵀ`, and back to `q`, `k` and `v`."""
     sequence, s = heads[0].sequence, heads[0].s
     moved = sequence.y @ stack if source == "value" else None
     turned = _turn(sequence.y @ stack, sequence.turn_k) if source == "key" else None
@@ -145,12 +145,22 @@ def _push_outer(heads: list[Rows], source: str, stack: Tensor, out: Tensor) -> I
             )
             change = _weights(rows, scores) @ rows.v
         changes.append(change @ W)
-    total = sum(changes)
-    for i, (rows, W) in enumerate(zip(heads, out, strict=True)):
-        back = (changes[i] if one_by_one else total) @ W.T
+    if one_by_one:
+        received = [_through_loss(sequence, change) for change in changes]
+    else:
+        received = [_through_loss(sequence, torch.stack(changes).sum(0))] * len(heads)
+    for rows, W, gradient in zip(heads, out, received, strict=True):
+        back = gradient @ W.T
         scores = _weights(rows, back @ rows.v.T)
         k, v = s * scores.mT @ rows.q, rows.A.T @ back
         yield s * scores @ rows.k, None if one_by_one else k, v if source == "value" else None
+
+
+def _through_loss(sequence: Sequence, moved: Tensor) -> Tensor:
+    """`B_i Ḟ_i`, `[K, n, o]`."""
+    if sequence.curvature is None:
+        return moved
+    return (moved.transpose(0, 1) @ sequence.curvature).transpose(0, 1)
 
 
 def _weights(rows: Rows, change: Tensor) -> Tensor:

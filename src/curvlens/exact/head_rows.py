@@ -42,6 +42,7 @@ class Sequence:
     scale: float
     turn_q: Tensor | None = None  # [n, k, k]
     turn_k: Tensor | None = None  # [l, k, k]
+    curvature: Tensor | None = None  # [n, o, o], ∂²L/∂F_i² at the layer's output
 
     @property
     def group(self) -> int:
@@ -65,7 +66,10 @@ class Sequence:
 
         This is exact, and leaves no trace of padding. None if nothing is left.
         """
-        rows = self.gradient.ne(0).any(-1).any(0).nonzero()[:, 0]
+        matter = self.gradient.ne(0).any(-1).any(0)
+        if self.curvature is not None:
+            matter = matter | self.curvature.ne(0).flatten(1).any(1)
+        rows = matter.nonzero()[:, 0]
         keys = self.mask[:, rows].any(1).any(0).nonzero()[:, 0]
         if not len(rows) or not len(keys):
             return None
@@ -83,6 +87,7 @@ class Sequence:
             bias=None if self.bias is None else self.bias[:, rows][:, :, keys],
             turn_q=None if self.turn_q is None else self.turn_q[rows],
             turn_k=None if self.turn_k is None else self.turn_k[keys],
+            curvature=None if self.curvature is None else self.curvature[rows],
         )
 
     def weights(self, head: int) -> Tensor:

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from curvlens import families
+from curvlens.batches import Batch
 from curvlens.engine.chunks import saved_bytes
 from curvlens.exact.head_capture import Unsupported, capture
 from curvlens.exact.head_grams import BLOCKS, KEY_BLOCKS, QUERY_BLOCKS, Gram, Shared, inner, traces
+from curvlens.exact.head_loss import token_curvature
 from curvlens.exact.head_products import squared_norms
 from curvlens.exact.head_rows import Rows, Sequence, packed
 from curvlens.exact.head_turned import turned_inner, turned_traces
@@ -94,7 +96,7 @@ def heads(
     budget: float = 50.0,
     samples: int = 16,
     seed: int = 0,
-    outer: float | None = None,
+    outer: float | str | None = None,
 ) -> Heads:
     """Norms and traces of the functional blocks QQ, KK, QK, VQ, VK of every attention head.
 
@@ -107,7 +109,11 @@ def heads(
     `outer = b` adds norms of the outer-product blocks `Jᵀ B J` under a loss curvature `B_i = b I` at the layer's
     output, the same for all tokens that the loss depends on, as "outer QQ" and so on, "outer VV" too; `J` is the exact
     Jacobian of the layer. The curvature of the whole network's loss is not of this form, nor local to a token below the
-    last attention, so this measures the layer and not the loss. Exact for small blocks only, by a product a column.
+    last attention, so this measures the layer and not the loss. `outer = "loss"` adds those under the loss's own
+    curvature `B_i = ∂²L/∂F_i²`, where it is local to a token, as at the top attention of a model: then they are the
+    blocks of `curvlens.gauss_newton(land, at=...)` at the layer's output. Elsewhere they are NaN and `Heads.omitted`
+    says why; it takes one product with what follows the layer a column of `B_i`, and the room for all `B_i`. Both are
+    exact for small blocks only, by a product a column.
 
     Softmax attention with any mask, grouped heads, biases, cross-attention, rotary positions; not with norms of
     queries and keys, see `Heads.omitted`. Means of entropy and moments are over the queries that the loss depends on.
@@ -125,11 +131,14 @@ def heads(
         )
     if samples < 2:
         raise ValueError(f"expected at least 2 samples, for a standard error, got {samples}")
+    if isinstance(outer, str) and outer != "loss":
+        raise ValueError(f'expected outer as a number, the curvature of the loss, or "loss", got {outer!r}')
     seen: dict[str, _Layer] = {}
     omitted: dict[str, str] = {}
+    without: dict[str, str] = {}  # layers whose outer part has no closed form here, and why
     count = 0
     for group in _groups(land, sites):
-        found = _capture(land, group, omitted)
+        found = _capture(land, group, omitted, without if outer == "loss" else None)
         allowed = budget * len(group) / len(sites) * _gradient_flops(land, found)
         plans = _plan(found, allowed)
         for site in group:
@@ -137,13 +146,16 @@ def heads(
                 count = max(count, len(found[site.name]))
                 layer = _measure(site, found[site.name], plans[site.name], samples, seed)
                 if outer is not None:
+                    # in place of b times the identity, sequences bring the loss's own curvature
+                    b = math.nan if site.name in without else 1.0 if isinstance(outer, str) else outer
                     share = allowed / len(found)
-                    _measure_outer(land, site, found[site.name], layer, outer, share, samples, seed)
+                    _measure_outer(land, site, found[site.name], layer, b, share, samples, seed)
                 seen[site.name] = layer
     chosen = [site for site in sites if site.name in seen]
     if not chosen:
         reasons = "; ".join(f"{name}: {why}" for name, why in omitted.items())
         raise ValueError(f"expected attention with a closed form, got none: {reasons}")
+    omitted |= {f"outer blocks of {name}": why for name, why in without.items() if name in seen}
     return _assemble(chosen, [seen[site.name] for site in chosen], count, samples, omitted)
 
 
@@ -163,16 +175,32 @@ def _groups(land: Landscape, sites: list[AttentionSite]) -> Iterator[list[Attent
 
 
 def _capture(
-    land: Landscape, sites: list[AttentionSite], omitted: dict[str, str]
+    land: Landscape, sites: list[AttentionSite], omitted: dict[str, str], without: dict[str, str] | None
 ) -> dict[str, list[Sequence]]:
+    """The sequences of each layer; unless `without` is None, with the loss's curvature, or there the reason why not."""
     found: dict[str, list[Sequence]] = {site.name: [] for site in sites}
     for piece in land.pieces():
-        for name, sequences in capture(land, piece, sites).items():
+        curvatures = {} if without is None else _curvatures(land, piece, sites, without)
+        for name, sequences in capture(land, piece, sites, curvatures).items():
             if isinstance(sequences, Unsupported):
                 omitted[name] = str(sequences)
             elif name in found:
                 found[name].extend(sequences)
     return {name: sequences for name, sequences in found.items() if name not in omitted}
+
+
+def _curvatures(
+    land: Landscape, piece: Batch, sites: list[AttentionSite], without: dict[str, str]
+) -> dict[str, Tensor]:
+    """The loss's curvature at the output of each layer where it is local to a token; `without` gets the others."""
+    found = {}
+    for site in sites:
+        if site.name not in without:
+            try:
+                found[site.name] = token_curvature(land, piece, site)
+            except Unsupported as reason:
+                without[site.name] = str(reason)
+    return found
 
 
 # -- what is exact
@@ -219,7 +247,10 @@ def _cost(sequences: list[Sequence], kind: tuple[str, ...], by_gram: bool = True
         )
     inputs = first.x.shape[1] if "QQ" in kind else first.y.shape[1]
     columns = inputs * (first.v.shape[2] if kind[0].startswith("V") else width)
-    return 12.0 * heads * columns * width * sum(float(s.mask[0].numel()) for s in sequences)
+    cost = 12.0 * heads * columns * width * sum(float(s.mask[0].numel()) for s in sequences)
+    if not by_gram:  # the outer part goes through the loss's curvature
+        cost += 2.0 * heads * columns * sum(s.curvature.numel() for s in sequences if s.curvature is not None)
+    return cost
 
 
 def _is_turned(sequences: list[Sequence]) -> bool:
@@ -294,13 +325,13 @@ def _measure_outer(
     samples: int,
     seed: int,
 ) -> None:
-    """Norms of `b Jᵀ J`, by products with all unit vectors or with random signs, added to those of the layer."""
+    """Norms of `b Jᵀ B J`, by products with all unit vectors or with random signs, added to those of the layer."""
     blocks = (*BLOCKS, "VV")
     counts = {block: site.heads if block in QUERY_BLOCKS else site.kv_heads for block in blocks}
     squares, errors = (
         {block: torch.zeros(n, dtype=torch.float64) for block, n in counts.items()} for _ in "12"
     )
-    if site.out in land.blocks:
+    if site.out in land.blocks and not math.isnan(b):
         out = land.blocks.select(site.out)
         parameters = land.parameters()
         W = out.from_parameters({name: parameters[name] for name in out.parameters}).view(out[0].shape)
@@ -308,7 +339,7 @@ def _measure_outer(
         by_head = W.unflatten(0, (site.heads, -1))
         _multiply(sequences, set(blocks), None if exact else samples, seed, squares, errors, by_head)
         layer.exact.update(f"outer {block}" for block in blocks if exact)
-    else:  # a frozen output projection is no block
+    else:  # a frozen output projection is no block; or there is no curvature at the layer's output
         squares = {block: torch.full_like(square, math.nan) for block, square in squares.items()}
     norms, stderr = _roots(squares, errors)
     layer.norms.update({f"outer {block}": abs(b) * norm for block, norm in norms.items()})

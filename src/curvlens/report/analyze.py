@@ -7,8 +7,8 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 
 import curvlens
 from curvlens import families
+from curvlens.engine.room import is_out_of_memory, wanted
 from curvlens.landscape import Landscape
 from curvlens.report.data import SCHEMA, Group, Meta, Report, Stage
 from curvlens.report.files import writable, write
@@ -63,7 +64,8 @@ def analyze(
     at = Context(land, chosen, seed, optimizer, max_products=max_products, progress=progress)
     at.deadline = None if max_minutes is None else began + 60 * max_minutes
     at.found["notes"] = [*land.notes, *_unknown(land)]
-    land.probe()
+    with _enough_memory():
+        land.probe()
     memory = None if resume is None else Memory(Path(resume), _identity(land, chosen, seed, optimizer))
     at.folder = None if memory is None else memory.folder
     stages: list[Stage] = []
@@ -95,7 +97,8 @@ def _run(plan: Plan, at: Context, before: list[Stage], memory: Memory | None, sk
     began, spent = time.monotonic(), at.spent
     outcome = Outcome({}, "failed", "")
     try:
-        outcome = plan.measure(at)
+        with _enough_memory() if plan.name == "point" else nullcontext():
+            outcome = plan.measure(at)
     except Skip as reason:
         outcome = Outcome({}, "skipped", str(reason))
     except Interrupted as reason:
@@ -119,6 +122,20 @@ def _run(plan: Plan, at: Context, before: list[Stage], memory: Memory | None, sk
                 f"the state could not be kept in {memory.folder}: {error.strerror or error}"
             )
     return stage
+
+
+@contextmanager
+def _enough_memory() -> Iterator[None]:
+    """For loss and gradient, without which there is nothing to say: where memory runs out, what takes less of it."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryError(
+            f"expected memory for the loss and its gradient, got too little for {wanted(error)} "
+            "more; take fewer samples at a time (micro_batch=1, or --micro-batch 1), shorter sequences, or float32"
+        ) from error
 
 
 def _used_up(at: Context) -> bool:
@@ -184,7 +201,7 @@ def _identity(
         "data": data_hash(land),
         "dtype": str(land.dtype),
         "loss": land.loss.name,
-        "optimizer": "" if optimizer is None else type(optimizer).__name__,
+        "optimizer": "" if optimizer is None else optimizer_hash(optimizer),
     }
 
 
@@ -207,6 +224,17 @@ def data_hash(land: Landscape) -> str:
         for tensor in piece.tensors():
             digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
             digest.update(_bytes(tensor))
+    return digest.hexdigest()
+
+
+def optimizer_hash(optimizer: torch.optim.Optimizer) -> str:
+    """SHA-256 of an optimizer's kind, settings and state."""
+    saved = optimizer.state_dict()
+    digest = hashlib.sha256(f"{type(optimizer).__name__}{saved['param_groups']}".encode())
+    for index, kept in sorted(saved["state"].items()):
+        for name, value in sorted(kept.items()):
+            digest.update(f"{index}{name}".encode())
+            digest.update(_bytes(value) if isinstance(value, torch.Tensor) else repr(value).encode())
     return digest.hexdigest()
 
 

@@ -4,7 +4,9 @@
     {"f3": base64, "shape": [n, m]}      values that have errors: float32 without its lowest byte, four digits
     {"b2": base64, "shape": [n, m]}      errors as bfloat16, the upper half of a float32: two digits, rounded up
     {"symmetric": true, …}               the upper triangle alone, row by row
-    {"same": "spectra/curves/0/…"}       the packed list at another place
+    {"same": "spectra/curves/0/…"}       the packed list, or the names, at another place
+    {"each": {"name": […], …}, "count": n}   n objects, by field; {"all": v} is a field that is v in all of them,
+                                         {"some": […], "at": [0, 3, …]} one that only these have
 
 NaN is NaN there, and fields that have their usual value are left out. `Report.to_json` writes plain lists with all
 digits; a page is drawn from the numbers that it keeps.
@@ -17,6 +19,7 @@ import math
 import sys
 from array import array
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import MISSING, fields, is_dataclass
 from itertools import chain
 from typing import Any
@@ -24,7 +27,8 @@ from typing import Any
 from curvlens.report.data import SCHEMA, Report
 
 KINDS = {"f4": 4, "f3": 3, "b2": 2}  # bytes of a number
-LEAST = 24  # numbers that are packed
+LEAST = 12  # numbers that are packed
+ALIKE = 4  # objects that are written by field
 LONG = 100  # characters of a packed list that is not written twice
 ERRORS = ("stderr",)
 ESTIMATED = "estimated value"
@@ -32,7 +36,7 @@ ESTIMATED = "estimated value"
 
 def packed(value: Any) -> Any:
     """Data classes, dictionaries and lists as lean JSON; single numbers keep seven digits."""
-    result = _packed(value, "", "", {})
+    result = _by_field(_packed(value, "", "", {}))
     return {"schema": SCHEMA, **result} if isinstance(value, Report) else result
 
 
@@ -43,12 +47,14 @@ def _packed(value: Any, key: str, path: str, seen: dict[str, str]) -> Any:
         }
     if isinstance(value, Mapping):
         inherited = key if key in ERRORS else ""
-        kinds = {"value": ESTIMATED} if value.get("exact") is False else {}
+        kinds = dict.fromkeys(("value", "density"), ESTIMATED) if value.get("exact") is False else {}
         return {
             name: _packed(v, inherited or kinds.get(name) or name, f"{path}/{name}", seen)
             for name, v in value.items()
         }
     if isinstance(value, (list, tuple)):
+        if key == "names" and seen.setdefault(str(value), path) != path:
+            return {"same": seen[str(value)].lstrip("/")}
         found = _packed_list(list(value), key)
         if found is None:
             return [_packed(part, key, f"{path}/{i}", seen) for i, part in enumerate(value)]
@@ -59,6 +65,44 @@ def _packed(value: Any, key: str, path: str, seen: dict[str, str]) -> Any:
     if isinstance(value, float):
         return float(f"{value:.7g}") if math.isfinite(value) else None
     return value
+
+
+def _by_field(value: Any) -> Any:
+    """Lists of objects with the same fields as one object of lists: names are written once."""
+    if isinstance(value, dict):
+        return {key: _by_field(part) for key, part in value.items()}
+    if not isinstance(value, list):
+        return value
+    if len(value) >= ALIKE and all(isinstance(v, dict) for v in value) and not _refers(value):
+        return _objects(value)
+    return [_by_field(part) for part in value]
+
+
+def _objects(values: list[dict[str, Any]]) -> dict[str, Any]:
+    names = dict.fromkeys(name for value in values for name in value)
+    return {"each": {name: _field(values, name) for name in names}, "count": len(values)}
+
+
+def _column(values: list[Any]) -> Any:
+    """The values of one field."""
+    if all(type(v) is type(values[0]) and v == values[0] for v in values):
+        return {"all": values[0]}
+    if all(isinstance(v, dict) for v in values):
+        return _objects(values)
+    return _packed_list(values, "") or values
+
+
+def _field(values: list[dict[str, Any]], name: str) -> Any:
+    at = [i for i, value in enumerate(values) if name in value]
+    column = _column([values[i][name] for i in at])
+    return column if len(at) == len(values) else {"some": column, "at": at}
+
+
+def _refers(value: Any) -> bool:
+    """Whether something in it is packed already: others may refer to its place."""
+    if isinstance(value, dict):
+        return "shape" in value or "same" in value or any(map(_refers, value.values()))
+    return isinstance(value, list) and any(map(_refers, value))
 
 
 def _usual(f: Any, value: Any) -> bool:
@@ -138,7 +182,9 @@ def _unpacked(value: Any, root: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if value.keys() == {"same"}:
-        value = _at(root, value["same"])
+        return _unpacked(_at(root, value["same"]), root)
+    if value.keys() == {"each", "count"}:
+        return _rows(value, value["count"], root)
     if "shape" not in value or not value.keys() & KINDS.keys():
         return {key: _unpacked(part, root) for key, part in value.items()}
     numbers = iter(_numbers(value))
@@ -153,6 +199,22 @@ def _unpacked(value: Any, root: Any) -> Any:
         for j in range(i, rows):
             matrix[i][j] = matrix[j][i] = next(numbers)
     return matrix
+
+
+def _rows(column: Any, count: int, root: Any) -> list[Any]:
+    """The objects, or values of one field, that `_column` wrote."""
+    kind = column.keys() if isinstance(column, dict) else ()
+    if kind == {"all"}:
+        return [deepcopy(column["all"]) for _ in range(count)]
+    if kind != {"each", "count"}:
+        return list(_unpacked(column, root))
+    found: list[dict[str, Any]] = [{} for _ in range(count)]
+    for name, part in column["each"].items():
+        some = isinstance(part, dict) and part.keys() == {"some", "at"}
+        at = part["at"] if some else range(count)
+        for i, value in zip(at, _rows(part["some"] if some else part, len(at), root), strict=True):
+            found[i][name] = value
+    return found
 
 
 def _at(root: Any, path: str) -> Any:

@@ -36,8 +36,8 @@ TERMS = h.text(
     "standard error (68 %); the error of an eigenvalue is its residual: a true one lies at least that near."
 )
 DIGITS = (
-    "The data inside this page keep seven digits of what is exact, four of estimated norms and two of errors; "
-    "the JSON of the report has all."
+    "The data inside this page keep seven digits of what is exact, four of estimated norms and densities, and two of "
+    "errors; the JSON of the report has all."
 )
 MINUTE, HOUR = 60, 3600
 

@@ -7,6 +7,7 @@ from textwrap import wrap
 
 from curvlens.report.data import NUMBERS, Finding, Report
 from curvlens.report.figures.words import measured
+from curvlens.report.findings.trust import reasons
 
 COLUMNS = 80
 MARKS = {"problem": "▲ Problem", "warning": "△ Warning", "notice": "◇ Notice", "info": "· Good to know"}
@@ -51,8 +52,8 @@ def _lines(report: Report) -> Iterator[str]:
     for finding in report.findings:
         yield from _finding(finding)
     missing = [stage for stage in report.stages if stage.status in ("partial", "failed")]
-    for stage in missing:
-        yield from wrap(f"not complete: {stage.title} ({stage.why})", COLUMNS, subsequent_indent="  ")
+    for reason in reasons(missing):
+        yield from wrap(f"not complete: {reason}", COLUMNS, subsequent_indent="  ")
 
 
 def _numbers(report: Report) -> Iterator[str]:

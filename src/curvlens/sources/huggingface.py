@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlens.batches import IGNORED
+from curvlens.engine.room import is_out_of_memory
 from curvlens.sources.functions import call
 from curvlens.sources.subject import Subject
 
@@ -119,6 +120,8 @@ def _model(model: str, config: Any) -> tuple[nn.Module, list[str]]:
             model, dtype=torch.float32, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
         raise _explained(model, error) from error
     notes = []
     stored = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)

@@ -181,14 +181,13 @@ class BlockOperator(Operator):
     def write(self, matrix: Tensor) -> None:
         """Write the matrix into `matrix` `[rows, columns]`."""
         rows, columns = self._places
+        strips = {column: place.cut(matrix) for column, place in columns.items()}
         for i, row in enumerate(rows):
             for j, column in enumerate(columns):
                 if self.symmetric and j < i:
                     continue
-                target = rows[row].cut(columns[column].cut(matrix, 1), 0)
-                mirror = None
-                if self.symmetric and j > i:
-                    mirror = rows[column].cut(columns[row].cut(matrix, 1), 0)
+                target = rows[row].cut(strips[column], 0)
+                mirror = rows[column].cut(strips[row], 0) if self.symmetric and j > i else None
                 _write(self.cell(row, column), target, mirror)
 
     def diagonal(self) -> Tensor:

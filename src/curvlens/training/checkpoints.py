@@ -83,7 +83,7 @@ def track_checkpoints(
     tracker = Tracker(model.eval(), batches, None, 1, path=path, **options)
     done: set[int] = set()
     if path is not None and Path(path).exists() and Path(path).stat().st_size:
-        settings = tracker._header()
+        settings = tracker.settings()
         tracker.restart(found[-1].step)
         _same(settings, tracker.track.header, Path(path))
         done = set(tracker.track.steps)
@@ -100,7 +100,7 @@ def track_checkpoints(
         if why:
             tracker.left_out["optimizer"] = why
         for step, loss, norm in _logged(checkpoint.path, tracker.track.training()[0]):
-            tracker._keep(step, loss, None, norm)
+            tracker.handed.keep(step, loss, None, norm)
         tracker.steps = checkpoint.step
         budget.spent(tracker.measure())
     tracker.track.measurements.sort(key=lambda measurement: measurement["step"])
@@ -181,21 +181,54 @@ def _model_state(content: Any) -> Mapping[str, Any]:
 
 
 def optimizer_of(model: nn.Module, path: Path) -> tuple[torch.optim.Optimizer | None, str]:
-    """The optimizer of a checkpoint with its state, and if there is none, why.
-
-    Its kind is told by what it keeps. A state has no names: parameters are taken in the order of the model, or, as the
-    Trainer has them, those with weight decay first; the shapes of the state must agree.
-    """
+    """The optimizer of a checkpoint with its state, and if there is none, why."""
     if path.is_dir():
         file = path / "optimizer.pt"
         if not file.exists():
             return None, "no optimizer.pt in the checkpoint"
-        saved = torch.load(file, map_location="cpu", weights_only=True)
+        return rebuilt(model, torch.load(file, map_location="cpu", weights_only=True))
+    saved = _optimizer_state(_weights(path) if path.suffix != ".safetensors" else {})
+    return (None, "no optimizer in the checkpoint") if saved is None else rebuilt(model, saved)
+
+
+def saved_optimizer(model: nn.Module, path: Path) -> torch.optim.Optimizer:
+    """The optimizer of a file: its `state_dict()`, or a checkpoint that has one; or of a folder of the Trainer."""
+    if path.is_dir():
+        made, why = optimizer_of(model, path)
+    elif not path.is_file():
+        raise FileNotFoundError(f"expected a file with the state of an optimizer, got no file {str(path)!r}")
     else:
-        content = _weights(path) if path.suffix != ".safetensors" else {}
-        saved = next((content[k] for k in ("optimizer", "optimizer_state_dict") if k in content), None)
-        if saved is None:
-            return None, "no optimizer in the checkpoint"
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # pickle, zip and torch each have their own
+            raise ValueError(
+                f"expected the state of an optimizer in {str(path)!r}, got what cannot be read as that; "
+                "torch.save(optimizer.state_dict(), path) writes one"
+            ) from error
+        saved = _optimizer_state(content)
+        made, why = (None, "no optimizer in the file") if saved is None else rebuilt(model, saved)
+    if made is None:
+        raise ValueError(
+            f"expected the state of this model's optimizer in {str(path)!r}, got none that serves: {why}; "
+            "torch.save(optimizer.state_dict(), path) writes one"
+        )
+    return made
+
+
+def _optimizer_state(content: Any) -> Mapping[str, Any] | None:
+    """An optimizer's state dict: the content itself, or what it has under a name."""
+    if not isinstance(content, Mapping):
+        return None
+    kept = [content, *(content.get(name) for name in ("optimizer", "optimizer_state_dict"))]
+    return next((k for k in kept if isinstance(k, Mapping) and {"state", "param_groups"} <= k.keys()), None)
+
+
+def rebuilt(model: nn.Module, saved: Mapping[str, Any]) -> tuple[torch.optim.Optimizer | None, str]:
+    """The optimizer of a state dict, and if there is none, why.
+
+    Its kind is told by what it keeps. A state has no names: parameters are taken in the order of the model, or, as the
+    Trainer has them, those with weight decay first; the shapes of the state must agree.
+    """
     groups, state = saved["param_groups"], saved["state"]
     for names in _orders(model):
         parameters = [model.get_parameter(name) for name in names]
@@ -204,6 +237,8 @@ def optimizer_of(model: nn.Module, path: Path) -> tuple[torch.optim.Optimizer | 
     else:
         return None, "the optimizer's state does not fit the model's parameters"
     kind = _kind(groups[0], state)
+    if kind is None and not state:
+        return None, "the optimizer has not taken a step"
     if kind is None:
         return None, "an optimizer of another kind than SGD, RMSprop, Adam and AdamW"
     made = kind([{"params": [parameters[i] for i in group["params"]]} for group in groups], lr=1e-3)

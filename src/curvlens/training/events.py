@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from curvlens.training import thresholds as t
+
 if TYPE_CHECKING:
     from curvlens.training.record import Track
-
-SHARPENING = 2.0  # how far λ_max must rise above its lowest value to be called progressive sharpening
-EDGE = (0.7, 1.6)  # ratios to the limit between which a run sits at its edge; minibatches shake it
-LEAST = 3  # measurements that must agree
 
 
 def events(track: Track) -> list[tuple[int, str]]:
@@ -26,12 +24,12 @@ def sharpening(track: Track) -> tuple[int, str] | None:
     """Where λ_max begins a rise to twice its lowest value or more, over at least three measurements."""
     values = track.numbers("lambda_max", "value")
     known = [(step, v) for step, v in zip(track.steps, values, strict=True) if math.isfinite(v) and v > 0]
-    if len(known) < LEAST + 1:
+    if len(known) < t.AGREE + 1:
         return None
-    low = min(range(len(known) - LEAST), key=lambda i: known[i][1])
+    low = min(range(len(known) - t.AGREE), key=lambda i: known[i][1])
     rise = max(v for _, v in known[low:]) / known[low][1]
     grown = sum(b[1] > a[1] for a, b in zip(known[low:], known[low + 1 :], strict=False))
-    if rise < SHARPENING or grown < LEAST or 2 * grown <= len(known) - 1 - low:
+    if rise < t.SHARPENING or grown < t.AGREE or 2 * grown <= len(known) - 1 - low:
         return None
     return known[low][0], f"progressive sharpening begins: λ_max rises {rise:.3g} times"
 
@@ -39,8 +37,8 @@ def sharpening(track: Track) -> tuple[int, str] | None:
 def edge(track: Track) -> tuple[int, str] | None:
     """Where the sharpness that the optimizer sees reaches its limit and stays about there."""
     ratios = list(zip(track.steps, track.numbers("preconditioned", "ratio"), strict=True))
-    inside = [EDGE[0] <= ratio <= EDGE[1] for _, ratio in ratios]
-    for i in range(len(ratios) - LEAST + 1):
-        if all(inside[i : i + LEAST]):
+    inside = [t.EDGE[0] <= ratio <= t.EDGE[1] for _, ratio in ratios]
+    for i in range(len(ratios) - t.AGREE + 1):
+        if all(inside[i : i + t.AGREE]):
             return ratios[i][0], "the edge of stability is reached"
     return None

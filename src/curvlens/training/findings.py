@@ -1,8 +1,9 @@
 """What a record says of a training, in words, with what it rests on and what to do.
 
-Ratios are the sharpness that the optimizer sees over its limit of stability. A run with minibatches lives with ratios
-about one, where curvature stops to rise (the edge of stability), and Adam's first steps, whose P is of a few gradients,
-exceed the limit without harm: so a finding asks for more than a single ratio above one.
+Ratios are the sharpness that the optimizer sees over its limit of stability; thresholds are in `thresholds.py`. A run
+with minibatches lives with ratios about one, where curvature stops to rise (the edge of stability), and Adam's first
+steps, whose P is of a few gradients, exceed the limit without harm: so a finding asks for more than a single ratio
+above one.
 """
 
 from __future__ import annotations
@@ -14,17 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from curvlens.report.data import Finding, shown
 from curvlens.report.findings import ranked
+from curvlens.training import thresholds as t
 
 if TYPE_CHECKING:
     from curvlens.training.record import Track
-
-BEYOND = 2.0  # a ratio that, three measurements in a row, is beyond the edge
-FAR = 10.0  # a ratio that is so at once
-EARLY = 0.15  # of the run; and three warm-ups
-FIRST = 5  # steps in which an adaptive optimizer's P is not settled
-ORDERS = 500.0  # between the curvature of blocks
-JUMP = 1.25  # of the norm of a block's weights between two measurements, at a spike
-CONCENTRATED = 0.5  # of the square of the sharpest direction in one block
 
 NAMES = ("warm-up-too-short", "rate-beyond-the-limit", "blocks-differ-by-orders", "spike")
 COHEN = "Cohen et al., Adaptive gradient methods at the edge of stability (2022)"
@@ -48,7 +42,7 @@ def _early(track: Track) -> int:
     ends = [step for step, words in track.events if words == "warm-up ends"]
     steps, _ = track.training("rate")
     last = max([*track.steps[-1:], *steps[-1:]], default=0)
-    return max(3 * ends[0] if ends else 0, int(EARLY * last), 4 * FIRST)
+    return max(t.WARM_UPS * ends[0] if ends else 0, int(t.EARLY * last), 4 * t.FIRST)
 
 
 def _harm(track: Track) -> list[tuple[int, str]]:
@@ -65,17 +59,17 @@ def _adaptive(track: Track) -> bool:
 def _overruns(track: Track) -> list[tuple[int, float, float]]:
     """Measurements beyond the limit in the early phase that count: Adam's very first steps only beside harm."""
     early = _early(track)
-    over = [row for row in _ratios(track) if row[0] <= early and row[1] > BEYOND]
+    over = [row for row in _ratios(track) if row[0] <= early and row[1] > t.BEYOND]
     if _adaptive(track) and not any(step <= early for step, _ in _harm(track)):
-        over = [row for row in over if row[0] > FIRST]
+        over = [row for row in over if row[0] > t.FIRST]
     return over
 
 
 def _allowed_later(track: Track) -> bool:
     """Whether after the early phase rates of at least half the peak lie within the limit."""
     peak = max((rate for _, _, rate in _ratios(track)), default=0.0)
-    later = [ratio for step, ratio, rate in _ratios(track) if step > _early(track) and rate >= peak / 2]
-    return len(later) >= 2 and median(later) < 1 and max(later) < BEYOND
+    later = [ratio for step, ratio, rate in _ratios(track) if step > _early(track) and rate >= t.LATER * peak]
+    return len(later) >= 2 and median(later) < 1 and max(later) < t.BEYOND
 
 
 def warmup_too_short(track: Track) -> Finding | None:
@@ -88,7 +82,7 @@ def warmup_too_short(track: Track) -> Finding | None:
     needed = max(step * ratio * peak / rate for step, ratio, rate in over)
     ends = [step for step, words in track.events if words == "warm-up ends"]
     step, ratio, _ = max(over, key=lambda row: row[1])
-    later = median(r for s, r, rate in _ratios(track) if s > _early(track) and rate >= peak / 2)
+    later = median(r for s, r, rate in _ratios(track) if s > _early(track) and rate >= t.LATER * peak)
     return Finding(
         "warm-up-too-short",
         "problem" if harm else "warning",
@@ -97,7 +91,7 @@ def warmup_too_short(track: Track) -> Finding | None:
         f"than half the peak rate, it is {shown(later, 3)} times. The rate is fit for the run, but came before the "
         "curvature of the start had gone.",
         [
-            f"{len(over)} measurements of the first {_early(track):,} steps lie above {BEYOND:g} times the limit",
+            f"{len(over)} measurements of the first {_early(track):,} steps lie above {t.BEYOND:g} times the limit",
             f"warm-up ended at step {ends[0]:,}" if ends else "the rate did not rise in steps",
             *(f"step {s:,}: {words}" for s, words in harm),
         ],
@@ -112,19 +106,19 @@ def rate_beyond(track: Track) -> Finding | None:
     if warmup_too_short(track) is not None:
         return None
     rows = _ratios(track)
-    settled = [row for row in rows if row[0] > FIRST] if _adaptive(track) else rows
-    runs = [min(row[1] for row in settled[i : i + 3]) for i in range(len(settled) - 2)]
+    settled = [row for row in rows if row[0] > t.FIRST] if _adaptive(track) else rows
+    runs = [min(row[1] for row in settled[i : i + t.AGREE]) for i in range(len(settled) - t.AGREE + 1)]
     far = max((row[1] for row in settled), default=0.0)
     lost = [step for step, words in _harm(track) if words == "the loss is not a number"]
     before = [row[1] for row in rows if lost and row[0] <= lost[0]]
     diverged = bool(before) and max(before) > 1
-    if not diverged and far < FAR and max(runs, default=0.0) < BEYOND:
+    if not diverged and far < t.FAR and max(runs, default=0.0) < t.BEYOND:
         return None
     step, ratio, rate = max(settled if not diverged else rows, key=lambda row: row[1])
     over = sum(row[1] > 1 for row in rows)
     return Finding(
         "rate-beyond-the-limit",
-        "problem" if diverged or far >= FAR else "warning",
+        "problem" if diverged or far >= t.FAR else "warning",
         "The learning rate is beyond its limit of stability",
         f"At step {step:,} the sharpness that {track.header.get('optimizer') or 'the optimizer'} sees was "
         f"{shown(ratio, 3)} times the limit of its rate {shown(rate, 3)}"
@@ -166,7 +160,7 @@ def unlike_blocks(track: Track) -> Finding | None:
     if len(known) < 2:
         return None
     top, low = max(known, key=lambda b: size[b]), min(known, key=lambda b: size[b])
-    if size[top] - error[top] < ORDERS * (size[low] + error[low]):
+    if size[top] - error[top] < t.ORDERS * (size[low] + error[low]):
         return None
     ordered = sorted(known, key=lambda b: -size[b])
     chosen = ordered if len(ordered) <= 8 else [*ordered[:4], *ordered[-4:]]
@@ -225,7 +219,7 @@ def _cause(
     if before and after:
         jumps = _changes(before[-1], after[0], "weight")
         ordered = sorted(range(len(jumps)), key=lambda b: -jumps[b])
-        if len(ordered) > 1 and jumps[ordered[0]] > max(math.log(JUMP), 2 * jumps[ordered[1]]):
+        if len(ordered) > 1 and jumps[ordered[0]] > max(math.log(t.JUMP), t.APART * jumps[ordered[1]]):
             first, second = (math.exp(jumps[b]) for b in ordered[:2])
             return names[ordered[0]], [
                 f"from step {before[-1]['step']:,} to {after[0]['step']:,} the norm of its weights changed {first:.3g} "
@@ -234,7 +228,7 @@ def _cause(
     for m in (*after[:1], *before[-1:]):
         ratio = (m.get("preconditioned") or {}).get("ratio") or 0.0
         mass = m["blocks"].get("optimizer_mass") or []
-        if mass and max(mass) > CONCENTRATED and ratio > 1:
+        if mass and max(mass) > t.CONCENTRATED and ratio > 1:
             first = max(range(len(mass)), key=lambda b: mass[b])
             return names[first], [
                 f"at step {m['step']:,} {mass[first]:.0%} of the sharpest direction that the optimizer sees lie in it, "

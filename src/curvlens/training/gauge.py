@@ -7,7 +7,7 @@ probes are the same ones every time: so a curve over the steps moves when the mo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,11 +28,41 @@ from curvlens.operator import Operator, free_memory
 from curvlens.report.groups import groups, sums
 from curvlens.structured import Diagonal
 from curvlens.training.decay import Decay, decay_of
+from curvlens.training.record import reason
 
 # part: at every how many-th measurement
 PARTS: dict[str, int] = {"eigenvalues": 1, "optimizer": 1, "blocks": 1, "heads": 5, "depth": 5}
 MOST_PRODUCTS = 60  # of one eigenvalue search
 HEAD_GRADIENTS = 4.0  # what exact norms of heads may cost
+
+
+def chosen(parts: Mapping[str, int] | Iterable[str]) -> dict[str, int]:
+    """The parts that are measured, with at every how many-th measurement."""
+    found = dict(parts) if isinstance(parts, Mapping) else dict.fromkeys(parts, 1)
+    unknown = set(found) - set(PARTS)
+    if unknown:
+        raise ValueError(f"expected parts of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    if any(count < 1 for count in found.values()):
+        raise ValueError(f"expected parts at every first, second, … measurement, got {found}")
+    return found
+
+
+def attempt(
+    name: str, measure: Callable[[], dict[str, Any]], found: dict[str, Any], failed: dict[str, str]
+) -> None:
+    """Measure one part into `found`, or say in `failed` why it cannot be; after the point itself, nothing can."""
+    if name != "point" and "point" in failed:
+        return
+    try:
+        part = measure()
+    except Exception as error:
+        failed[name] = reason(error)
+        return
+    for key, value in part.items():
+        if isinstance(value, dict) and isinstance(found.get(key), dict):
+            found[key] = {**found[key], **value}
+        else:
+            found[key] = value
 
 
 class Averaged(Landscape):
@@ -61,6 +91,8 @@ class Gauge:
     """Measures one landscape again and again. `trained` are names of the parameters that the optimizer holds."""
 
     def __init__(self, land: Landscape, trained: set[str] | None, tol: float, samples: int, seed: int):
+        if samples < 1:
+            raise ValueError(f"expected at least one sample, got {samples}")
         self.land, self.tol, self.samples, self.seed = land, tol, samples, seed
         self.blocks = _kept(land.blocks, trained)
         whole = len(self.blocks) == len(land.blocks)
@@ -99,12 +131,19 @@ class Gauge:
         found["alignment"] = {"top": _cosine2(self.gradient, pairs.vectors[:, 0])}
         return found
 
-    def optimizer(self, optimizer: torch.optim.Optimizer, clipped: float) -> dict[str, Any]:
+    def optimizer(self, optimizer: torch.optim.Optimizer | None, clipped: float) -> dict[str, Any]:
         """`λ_max(P^{-1/2} (H + D) P^{-1/2})` beside the limit of stability, D coupled weight decay.
 
         `clipped` is the factor by which clipping shortens gradients: it divides the limit. Decoupled decay is added to
-        what is compared with the limit, as `Decay` says.
+        what is compared with the limit, as `Decay` says. Nothing where no rate is above 0, and before the first step of
+        an adaptive optimizer, which has no preconditioner yet.
         """
+        self.scale: Tensor | None = None
+        if optimizer is None or all(float(group["lr"]) == 0 for group in optimizer.param_groups):
+            return {}
+        adaptive = not isinstance(optimizer, torch.optim.SGD)
+        if adaptive and not any(optimizer.state.get(p) for p in self.names.values()):
+            return {}
         scale, limit, rule = preconditioner_scale(self.H, optimizer, self.names)
         decay = decay_of(optimizer, self.blocks, self.names)
         operator = self.H

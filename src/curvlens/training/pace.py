@@ -17,6 +17,10 @@ class Pace:
     """
 
     def __init__(self, every: int, budget: float | None):
+        if every < 1:
+            raise ValueError(f"expected at least 1 step between measurements, got every={every}")
+        if budget is not None and not 0 < budget < 10:
+            raise ValueError(f"expected a budget as a share of the training time, such as 0.05, got {budget}")
         self.every, self.budget = every, budget
         self.training = 0.0  # seconds, tracking apart
         self.tracking = 0.0

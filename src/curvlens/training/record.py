@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,6 +74,54 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def reason(error: BaseException) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+class Keeper:
+    """The record of a run that is under way: its `Track`, and the same on the disk.
+
+    A header stands before all else that this run writes, and again where what trains has changed; `settings()` is
+    what it says of the measurements.
+    """
+
+    def __init__(self, path: str | Path | None, settings: Callable[[], Mapping[str, Any]]):
+        self.journal, self.settings = Journal(path), settings
+        self.track = Track()
+        self._start: int | None = 0  # where this run starts; None for a header in its midst
+        self._begun = False  # whether the header is written
+
+    @property
+    def path(self) -> Path | None:
+        return self.journal.path
+
+    def begin(self) -> None:
+        """Write the header, if it is not written."""
+        if not self._begun:
+            self._begun = True
+            self._append("header", {"schema": SCHEMA, "start": self._start, **self.settings()})
+
+    def write(self, kind: str, content: dict[str, Any]) -> None:
+        self.begin()
+        self._append(kind, content)
+
+    def changed(self) -> None:
+        """Other parameters train from here on."""
+        self._start, self._begun = None, False
+        self.begin()
+
+    def restart(self, step: int) -> None:
+        """The run starts at a step: after 0, from what the file has."""
+        if step and self.path is not None and self.path.exists() and self.path.stat().st_size:
+            self.track = Track.read(self.path)
+        self._start, self._begun = step, False
+
+    def _append(self, kind: str, content: dict[str, Any]) -> None:
+        self.journal.write(kind, content)
+        self.track.add(kind, content)
 
 
 @dataclass

@@ -11,23 +11,23 @@ from __future__ import annotations
 import datetime
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from statistics import median
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from curvlens.batches import reiterable
 from curvlens.landscape import Landscape
 from curvlens.training.calm import at_rest, plain_optimizer, unwrapped
-from curvlens.training.gauge import PARTS, Gauge
+from curvlens.training.gauge import PARTS, Gauge, attempt, chosen
+from curvlens.training.handed import HandedOver
 from curvlens.training.pace import Pace
-from curvlens.training.record import SCHEMA, Journal, Track
-from curvlens.training.watch import LossWatch, RateWatch
-from curvlens.training.writers import Writer, running_wandb, scalars, writer
+from curvlens.training.record import Keeper, Track, reason
+from curvlens.training.writers import Writers, scalars
 
 if TYPE_CHECKING:
     from curvlens.report.data import Finding
@@ -74,13 +74,11 @@ class Tracker:
         writers: Any = (),
         **landscape: Any,
     ):
-        self.parts = _checked(parts, every, budget, samples)
+        self.parts, self.pace = chosen(parts), Pace(every, budget)
         self.model = unwrapped(model)
         self.optimizer = plain_optimizer(optimizer)
         self.clip, self.tol, self.samples, self.seed = clip, tol, samples, seed
         self.averaged = None if averaged is None else unwrapped(averaged)
-        self.pace = Pace(every, budget)
-        self.track = Track()
         self.steps = 0
         self.left_out: dict[str, str] = {}
         with at_rest(self.model):
@@ -90,15 +88,10 @@ class Tracker:
             )
             self._gauge = self._new_gauge()
             self._gauge.land.probe()
-        self._journal = Journal(path)
-        targets = writers if isinstance(writers, Sequence) else (writers,)
-        self._writers: list[Writer] = [writer(target) for target in targets]
-        self._asked_wandb = bool(self._writers)
+        self.record = Keeper(path, self.settings)
+        self._writers = Writers(writers)
         self._measured = 0
-        self._start: int | None = 0  # where this run starts; None for a header in its midst
-        self._begun = False  # whether this run has its header
-        self._train: dict[str, list[Any]] = {"step": [], "loss": [], "rate": [], "gradient": []}
-        self._loss_watch, self._rate_watch = LossWatch(), RateWatch()
+        self.handed = HandedOver(self.mark)
         self._extra = False  # whether a spike has been measured since the last regular measurement
         self._warned: set[str] = set()
 
@@ -115,7 +108,7 @@ class Tracker:
         """
         self.pace.tick()
         self.steps = self.steps + 1 if step is None else step
-        words = self._see(loss, gradient_norm)
+        words = self.handed.see(self.steps, loss, self._rate(), gradient_norm)
         if self.pace.due(self.steps, not self._measured and not self.track.measurements):
             self._extra = False
             return self.measure()
@@ -124,7 +117,7 @@ class Tracker:
     def observe(self, loss: Any, gradient_norm: Any = None, step: int | None = None) -> dict[str, Any] | None:
         """What training says of a step already counted, as loops that log now and then have it; as in `step`."""
         self.pace.tick()
-        words = self._keep(self.steps if step is None else step, loss, None, gradient_norm)
+        words = self.handed.keep(self.steps if step is None else step, loss, None, gradient_norm)
         return self._at_once(words)
 
     def _at_once(self, words: str) -> dict[str, Any] | None:
@@ -141,28 +134,26 @@ class Tracker:
                 self._gauge.land.device
             )  # what training still has to do is training's time
         self.pace.tick()
-        self._begin()
+        self.record.begin()
         found: dict[str, Any] = {"step": self.steps}
         self._take(found)
-        found["train"] = self._handed_over()
+        found["train"] = self.handed.take()
         found["seconds"] = self.pace.spent()
         found["training_seconds"], found["share"] = self.pace.training, self.pace.share
         self._measured += 1
-        self._record("measurement", found)
-        self._write_out(found)
+        self.record.write("measurement", found)
+        self._writers.write(self.steps, scalars(found, self.track.header.get("blocks", ())))
         return found
 
     def mark(self, words: str, step: int | None = None) -> None:
         """Note an event of one's own: it stands on the page at this step."""
-        self._begin()
-        self._record("event", {"step": self.steps if step is None else step, "words": words})
+        self.record.write("event", {"step": self.steps if step is None else step, "words": words})
 
     def close(self) -> None:
         """Write what training came after the last measurement. A tracker that is not closed lacks these steps."""
-        rest = self._handed_over()
+        rest = self.handed.take()
         if rest:
-            self._begin()
-            self._record("training", {"train": rest})
+            self.record.write("training", {"train": rest})
 
     def __enter__(self) -> Tracker:
         return self
@@ -185,7 +176,7 @@ class Tracker:
 
     @property
     def path(self) -> Path | None:
-        return self._journal.path
+        return self.record.path
 
     def hugging_face(self, trainer: Any = None) -> Any:
         """A `TrainerCallback`: `Trainer(…, callbacks=[tracker.hugging_face()])`.
@@ -217,15 +208,14 @@ class Tracker:
     def restart(self, step: int) -> None:
         """The training (re)starts at a step: in the record, earlier measurements of later steps are superseded."""
         self.steps = step
-        path = self._journal.path
-        if step and path is not None and path.exists() and path.stat().st_size:
-            self.track = Track.read(path)  # what this run goes on from
-        self._start, self._begun = step, False
-        self._loss_watch, self._rate_watch = LossWatch(), RateWatch()
-        self._rate_watch.done = step > 0
-        self._train = {key: [] for key in self._train}
+        self.record.restart(step)
+        self.handed = HandedOver(self.mark, step)
 
     # -- what came of it
+
+    @property
+    def track(self) -> Track:
+        return self.record.track
 
     @property
     def findings(self) -> list[Finding]:
@@ -256,10 +246,10 @@ class Tracker:
                 before = gauge.products
                 found["trained"] = gauge.blocks.size
                 for name, measure in self._due_parts(gauge).items():
-                    _attempt(name, measure, found, failed)
+                    attempt(name, measure, found, failed)
                 found["products"] = gauge.products - before
             except Exception as error:  # the model itself is at fault, as with frozen weights
-                failed["landscape"] = _reason(error)
+                failed["landscape"] = reason(error)
         rates = [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
         if rates:
             found["rates"], found["rate"] = rates, max(rates)
@@ -277,39 +267,58 @@ class Tracker:
     def _due_parts(self, gauge: Gauge) -> dict[str, Callable[[], dict[str, Any]]]:
         every: dict[str, Callable[[], dict[str, Any]]] = {
             "eigenvalues": gauge.eigenvalues,
-            "optimizer": self._as_the_optimizer_sees(gauge),
+            "optimizer": lambda: gauge.optimizer(self.optimizer, self._clipped()),
             "blocks": gauge.by_blocks,
             "heads": gauge.by_heads,
             "depth": gauge.by_depth,
         }
-        chosen: dict[str, Callable[[], dict[str, Any]]] = {"point": gauge.point}
+        due: dict[str, Callable[[], dict[str, Any]]] = {"point": gauge.point}
         for name, measure in every.items():
             if self.parts.get(name) and name not in self.left_out and self._measured % self.parts[name] == 0:
-                chosen[name] = measure
+                due[name] = measure
         if self.averaged is not None:
             source = self.averaged
-            chosen["averaged"] = lambda: gauge.averaged(source)
-        return chosen
+            due["averaged"] = lambda: gauge.averaged(source)
+        return due
 
-    def _as_the_optimizer_sees(self, gauge: Gauge) -> Callable[[], dict[str, Any]]:
-        def measure() -> dict[str, Any]:
-            gauge.scale = None
-            if self.optimizer is None or all(float(g["lr"]) == 0 for g in self.optimizer.param_groups):
-                return {}
-            adaptive = not isinstance(self.optimizer, torch.optim.SGD)
-            if adaptive and not any(self.optimizer.state.get(p) for p in gauge.names.values()):
-                return {}  # before its first step there is no preconditioner
-            return gauge.optimizer(self.optimizer, self._clipped())
-
-        return measure
+    def _rate(self) -> float | None:
+        """The largest rate of the next step."""
+        return max(float(group["lr"]) for group in self.optimizer.param_groups) if self.optimizer else None
 
     def _clipped(self) -> float:
         """By which factor clipping shortened the gradients since the last measurement; the median."""
-        norms = [float(norm) for norm in self._train["gradient"] if norm is not None]
+        norms = self.handed.norms()
         norms = [norm for norm in norms if math.isfinite(norm) and norm > 0]
         if self.clip is None or not norms:
             return 1.0
         return median(min(1.0, self.clip / norm) for norm in norms)
+
+    # -- what the record says of how it is measured
+
+    def settings(self) -> dict[str, Any]:
+        import curvlens
+
+        land, gauge = self._gauge.land, self._gauge
+        return {
+            "model": type(self.model).__name__,
+            "optimizer": "" if self.optimizer is None else type(self.optimizer).__name__,
+            "loss": land.loss.name,
+            "scored_tokens": float(land.weight),
+            "dtype": str(land.dtype).removeprefix("torch."),
+            "device": str(land.device),
+            "blocks": [group.name for group in gauge.groups],
+            "sizes": [group.size for group in gauge.groups],
+            "parameters": gauge.blocks.size,
+            "every": self.pace.every if self.pace.budget is None else None,
+            "budget": self.pace.budget,
+            "parts": dict(self.parts),
+            "left_out": self.left_out,
+            "samples": self.samples,
+            "seed": self.seed,
+            "clip": self.clip,
+            "versions": {"curvlens": curvlens.__version__, "torch": torch.__version__},
+            "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        }
 
     # -- the landscape
 
@@ -334,149 +343,5 @@ class Tracker:
         here = next(self.model.parameters()).device == self._gauge.land.device
         if not (same and here):
             self._gauge = self._new_gauge()
-            self._start, self._begun = None, False
-            self._begin()
+            self.record.changed()
         return self._gauge
-
-    # -- what the loop hands over
-
-    def _see(self, loss: Any, norm: Any) -> str:
-        """Keep what training says of this step; words for what it shows."""
-        rate = None
-        if self.optimizer is not None:
-            rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
-            if self._rate_watch.see(rate):
-                self.mark("warm-up ends", self.steps - 1)
-        return self._keep(self.steps, loss, rate, norm)
-
-    def _keep(self, step: int, loss: Any, rate: float | None, norm: Any) -> str:
-        if loss is None and norm is None and rate is None:
-            return ""
-        loss = _number(loss)
-        for key, value in (("step", step), ("loss", loss), ("rate", rate), ("gradient", _number(norm))):
-            self._train[key].append(value)
-        words = self._loss_watch.see(loss) if isinstance(loss, float) else ""
-        if words:
-            self.mark(words, step)
-        return words
-
-    def _handed_over(self) -> dict[str, list[Any]]:
-        """Steps of training since the last measurement; then forgotten. A rate is kept where it turns."""
-        kept, self._train = self._train, {key: [] for key in self._train}
-        for step, loss in zip(kept["step"], kept["loss"], strict=True):
-            if isinstance(loss, Tensor) and (words := self._loss_watch.see(float(loss))):
-                self.mark(words, step)
-        said = [
-            i
-            for i in range(len(kept["step"]))
-            if kept["loss"][i] is not None or kept["gradient"][i] is not None or _turns(kept["rate"], i)
-        ]
-        found = {key: [_written(values[i]) for i in said] for key, values in kept.items()}
-        return {key: values for key, values in found.items() if any(v is not None for v in values)}
-
-    # -- writing
-
-    def _begin(self) -> None:
-        if self._begun:
-            return
-        self._begun = True
-        self._record("header", self._header())
-
-    def _header(self) -> dict[str, Any]:
-        import curvlens
-
-        land, gauge = self._gauge.land, self._gauge
-        return {
-            "schema": SCHEMA,
-            "start": self._start,
-            "model": type(self.model).__name__,
-            "optimizer": "" if self.optimizer is None else type(self.optimizer).__name__,
-            "loss": land.loss.name,
-            "scored_tokens": float(land.weight),
-            "dtype": str(land.dtype).removeprefix("torch."),
-            "device": str(land.device),
-            "blocks": [group.name for group in gauge.groups],
-            "sizes": [group.size for group in gauge.groups],
-            "parameters": gauge.blocks.size,
-            "every": self.pace.every if self.pace.budget is None else None,
-            "budget": self.pace.budget,
-            "parts": dict(self.parts),
-            "left_out": self.left_out,
-            "samples": self.samples,
-            "seed": self.seed,
-            "clip": self.clip,
-            "versions": {"curvlens": curvlens.__version__, "torch": torch.__version__},
-            "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        }
-
-    def _record(self, kind: str, content: dict[str, Any]) -> None:
-        self._journal.write(kind, content)
-        self.track.add(kind, content)
-
-    def _write_out(self, found: dict[str, Any]) -> None:
-        if not self._asked_wandb and (run := running_wandb()) is not None:
-            self._asked_wandb = True
-            self._writers.append(writer(run))
-        numbers = scalars(found, self.track.header.get("blocks", ()))
-        for write in self._writers:
-            try:
-                write(self.steps, numbers)
-            except Exception as error:  # a full disk of a dashboard must not end a training
-                warnings.warn(f"curvlens.Tracker: writing failed: {_reason(error)}", stacklevel=4)
-
-
-def _checked(
-    parts: Mapping[str, int] | Iterable[str], every: int, budget: float | None, samples: int
-) -> dict[str, int]:
-    found = dict(parts) if isinstance(parts, Mapping) else dict.fromkeys(parts, 1)
-    unknown = set(found) - set(PARTS)
-    if unknown:
-        raise ValueError(f"expected parts of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
-    if every < 1 or any(count < 1 for count in found.values()):
-        raise ValueError(f"expected at least 1 step between measurements, got every={every}, parts={found}")
-    if budget is not None and not 0 < budget < 10:
-        raise ValueError(f"expected a budget as a share of the training time, such as 0.05, got {budget}")
-    if samples < 1:
-        raise ValueError(f"expected at least one sample, got {samples}")
-    return found
-
-
-def _attempt(
-    name: str, measure: Callable[[], dict[str, Any]], found: dict[str, Any], failed: dict[str, str]
-) -> None:
-    if name != "point" and "point" in failed:
-        return
-    try:
-        part = measure()
-    except Exception as error:
-        failed[name] = _reason(error)
-        return
-    for key, value in part.items():
-        if isinstance(value, dict) and isinstance(found.get(key), dict):
-            found[key] = {**found[key], **value}
-        else:
-            found[key] = value
-
-
-def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-
-
-def _number(value: Any) -> Any:
-    """A number at once where that waits for nothing, the tensor where it lies on a device."""
-    if isinstance(value, Tensor):
-        value = value.detach()
-        return value if value.device.type != "cpu" else float(value)
-    return None if value is None else float(value)
-
-
-def _written(value: Any) -> Any:
-    """As it stands in the record, where null means that nothing was said: "nan" and "inf" for such losses."""
-    if isinstance(value, Tensor):
-        value = float(value)
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _turns(rates: list[float | None], i: int) -> bool:
-    """Whether a rate is the first, the last, or other than the one before."""
-    return i in (0, len(rates) - 1) or rates[i] != rates[i - 1]

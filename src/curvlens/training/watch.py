@@ -7,8 +7,7 @@ from collections import deque
 from itertools import pairwise
 from statistics import median
 
-WINDOW, NEAR, LEAST = 24, 9, 12  # losses whose noise is known, those nearest; fewer than LEAST say nothing
-SPREADS, RISE = 8.0, 0.15  # how far above their median a spike is: in their noise, and of their size
+from curvlens.training.thresholds import LEAST, NEAR, RISE, SPREADS, WINDOW
 
 
 class LossWatch:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from curvlens.training.record import reason
 
 Writer = Callable[[int, Mapping[str, float]], None]
 SERIES = {
@@ -23,6 +26,25 @@ SERIES = {
     "averaged_loss": ("averaged", "loss"),
     "share_of_time": ("share",),
 }
+
+
+class Writers:
+    """All of a run. Where none is given, a run of wandb under way is found by itself."""
+
+    def __init__(self, targets: Any):
+        given = targets if isinstance(targets, Sequence) else (targets,)
+        self.writers: list[Writer] = [writer(target) for target in given]
+        self._asked_wandb = bool(self.writers)
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        if not self._asked_wandb and (run := running_wandb()) is not None:
+            self._asked_wandb = True
+            self.writers.append(writer(run))
+        for write in self.writers:
+            try:
+                write(step, numbers)
+            except Exception as error:  # a full disk of a dashboard must not end a training
+                warnings.warn(f"curvlens.Tracker: writing failed: {reason(error)}", stacklevel=4)
 
 
 def scalars(measurement: Mapping[str, Any], groups: Sequence[str]) -> dict[str, float]:

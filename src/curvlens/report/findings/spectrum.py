@@ -142,7 +142,7 @@ def gauss_newton_misleads(report: Report) -> Finding | None:
         "gauss-newton-misleads",
         "warning",
         "Gauss-Newton leaves out much of the Hessian",
-        f"The functional part is {number(share.value, 2)} of the Hessian in norm. What rests on H_o alone (K-FAC, "
+        f"In norm the functional part is {100 * share.value:.0f} % of the Hessian. What rests on H_o alone (K-FAC, "
         "Fisher, influence functions, OBS pruning) sees another matrix than the loss has.",
         evidence,
         certainty(share),

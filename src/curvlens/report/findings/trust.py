@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-from curvlens.report.data import Finding, Report
+from curvlens.report.data import Finding, Report, Stage
 from curvlens.report.figures.words import number
 from curvlens.report.findings import thresholds as t
 from curvlens.report.findings.amounts import certainty, of
@@ -72,11 +73,19 @@ def unfinished(report: Report) -> Finding | None:
         "warning" if failed else "notice",
         "Not everything was measured to the end",
         "What is missing is missing in the findings, too: that none speaks of it says nothing.",
-        [f"{s.title}: {s.why}" for s in parts] + [f"{n.label}: not converged" for n in numbers],
+        [*reasons(parts), *([f"not converged: {', '.join(n.label for n in numbers)}"] if numbers else [])],
         "The numbers that are here are right within the errors beside them.",
         "Run again with more products or minutes (with --resume it goes on), or with the preset 'thorough'.",
         "stages and convergence under “Methods and trust”",
     )
+
+
+def reasons(stages: Sequence[Stage]) -> list[str]:
+    """Why stages are not complete, each reason once, with the stages it holds for."""
+    titles: dict[str, list[str]] = {}
+    for stage in stages:
+        titles.setdefault(stage.why, []).append(stage.title)
+    return [f"{', '.join(names)}: {why}" for why, names in titles.items()]
 
 
 RULES = (noisy_data, loose_bounds, unfinished)
