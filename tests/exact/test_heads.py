@@ -91,6 +91,22 @@ def test_tiles(monkeypatch):
         assert_same(heads(land, budget=math.inf), land, slice(1, None))
 
 
+@pytest.mark.parametrize("name", ["gpt2", "gpt2_cross", "bert", "t5", "vit"])
+def test_packing_short_sequences_changes_nothing(name, monkeypatch):
+    land = landscape(name, dtype=torch.float64)
+    found = {}
+    for most in (0, 12, 128):
+        monkeypatch.setattr(head_rows, "PACKED", most)
+        found[most] = heads(land, budget=math.inf)
+    assert found[0].sequences > 1
+    for most in (12, 128):
+        for table in ("norms", "traces", "moments"):
+            for key, values in getattr(found[0], table).items():
+                other = getattr(found[most], table)[key]
+                torch.testing.assert_close(other, values, rtol=EXACT, atol=1e-14, equal_nan=True)
+        torch.testing.assert_close(found[most].entropy, found[0].entropy, rtol=EXACT, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_batching_and_padding_change_nothing(name):
     model, batch = models.MODELS[name]()

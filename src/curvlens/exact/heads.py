@@ -24,7 +24,7 @@ from curvlens.exact.head_capture import Unsupported, capture
 from curvlens.exact.head_grams import BLOCKS, KEY_BLOCKS, QUERY_BLOCKS, Gram, Shared, inner, traces
 from curvlens.exact.head_loss import token_curvature
 from curvlens.exact.head_products import squared_norms
-from curvlens.exact.head_rows import Rows, Sequence
+from curvlens.exact.head_rows import Rows, Sequence, packed
 from curvlens.exact.head_turned import turned_inner, turned_traces
 from curvlens.families import AttentionSite
 from curvlens.landscape import Landscape
@@ -281,7 +281,7 @@ def _measure(
     turned = _is_turned(sequences)
     by_gram = exact - {"QK"} if turned else exact
     known: dict[str, set[int]] = {b: set() for b in BLOCKS}  # heads whose trace is defined
-    for a, b in combinations_with_replacement(sequences, 2):
+    for a, b in combinations_with_replacement(sequences if turned else packed(sequences), 2):
         if a is not b and not by_gram:
             continue
         shared = Shared.of(a, b)
