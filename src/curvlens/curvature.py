@@ -43,7 +43,7 @@ class Curvature(Operator):
     @cached_property
     def engine(self) -> str:
         """The name; what "auto" stands for is found when it is asked for, or at the first product."""
-        return engines.choose(self._engine, self.quantity, self.landscape)
+        return engines.choose(self._engine, self.quantity, self.landscape, self.options.keep)
 
     def apply(self, stack: Tensor) -> Tensor:
         return engines.product(

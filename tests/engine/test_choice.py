@@ -84,6 +84,21 @@ def test_an_inner_split_stays_whole(monkeypatch):
         cl.gauss_newton(land, engine="layered", at=at)
 
 
+@pytest.mark.parametrize("name", ["gauss-newton", "fisher", "hessian"])
+def test_with_bytes_to_keep_something_is_kept(name, monkeypatch):
+    expected = None
+    for large, engine in ((2**40, "double-backward"), (0, "layered")):
+        limit(monkeypatch, large=large)
+        land = landscape()
+        A = QUANTITIES[name](land, keep=2**30)
+        assert A.engine == engine
+        v = torch.ones(land.blocks.size, dtype=torch.float64)
+        expected = QUANTITIES[name](land) @ v if expected is None else expected
+        for _ in range(2):
+            assert (A @ v - expected).norm() <= 1e-12 * expected.norm()
+        assert A.kept.bytes > 0
+
+
 def test_it_is_chosen_once_and_not_before_it_is_asked_for(monkeypatch):
     runs = []
     land = landscape()

@@ -41,10 +41,10 @@ ENGINES: dict[str, Engine] = {
 }
 
 
-def choose(engine: str, quantity: Quantity, land: Landscape) -> str:
-    """The engine that "auto" stands for, or the named one."""
+def choose(engine: str, quantity: Quantity, land: Landscape, keep: int = 0) -> str:
+    """The engine that "auto" stands for where so many bytes may be kept, or the named one."""
     check(engine, quantity)
-    return auto(land, quantity) if engine == "auto" else engine
+    return auto(land, quantity, keep) if engine == "auto" else engine
 
 
 def check(engine: str, quantity: Quantity) -> None:

@@ -2,7 +2,8 @@
 
 Layer by layer, where the model can be cut, if the graph that another engine would hold is larger than `LARGE`, or than
 `SHARE` of the memory that is free. Below that a whole graph is quicker on a CPU, and shares its primal work between all
-vectors: then one tangent forward and one backward for a Gauss-Newton product, else double backward.
+vectors: then one tangent forward and one backward for a Gauss-Newton product, else double backward, whose graph can
+also be kept between products.
 
 The size of the graph is that of one sample, measured by one forward pass, times the samples of the largest batch. It is
 chosen once for a landscape, so that every operator of it goes one way.
@@ -24,22 +25,21 @@ from curvlens.operator import free_memory
 LARGE = 2**29  # bytes, from where on layer by layer is as quick on a CPU (benchmarks/LOG.md)
 SHARE = 0.25  # of the free memory
 
-_chosen: weakref.WeakKeyDictionary[Landscape, dict[bool, str]] = weakref.WeakKeyDictionary()
+_large: weakref.WeakKeyDictionary[Landscape, dict[bool, bool]] = weakref.WeakKeyDictionary()
 
 
-def auto(land: Landscape, quantity: Quantity) -> str:
+def auto(land: Landscape, quantity: Quantity, keep: int = 0) -> str:
     """The engine for a quantity. Cost: one forward pass of one sample, once; for a large graph also a cut."""
     if quantity.at is not None:
         return "double-backward"  # the only one that knows inner splits
-    known = _chosen.setdefault(land, {})
-    kind = quantity.is_gauss_newton
+    small = "forward-over-reverse" if quantity.is_gauss_newton and not keep else "double-backward"
+    known, kind = _large.setdefault(land, {}), quantity.is_gauss_newton
     if kind not in known:
-        small = "forward-over-reverse" if kind else "double-backward"
         try:
-            known[kind] = "layered" if _is_large(land, quantity) and _can_be_cut(land) else small
+            known[kind] = _is_large(land, quantity) and _can_be_cut(land)
         except Exception:  # of the model: the product says it in better words
             return small
-    return known[kind]
+    return "layered" if known[kind] else small
 
 
 def _is_large(land: Landscape, quantity: Quantity) -> bool:
