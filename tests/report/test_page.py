@@ -167,6 +167,9 @@ def test_what_is_missing_leaves_a_sentence():
     assert text.count('class="absent"') == count
     assert text.count("<figure") == 0
     assert "were begun and not finished: the budget was used up." in text
+    text = page.html(synthetic.nothing("not begun: the budget was used up"))
+    assert "were not begun: the budget was used up." in text
+    assert "were begun" not in text
     assert figures(synthetic.nothing()) == []
     skipped = [replace(s, status="skipped", why="left out as asked") for s in synthetic.nothing().stages]
     assert "were left out: left out as asked." in page.html(replace(synthetic.nothing(), stages=skipped))

@@ -10,6 +10,8 @@ def sentence(report: Report, what: str, stage: str) -> str:
     found = report.stage(stage)
     if found is None:
         return f"{what} are not part of this analysis."
+    if found.status == "partial" and found.why.startswith("not begun"):
+        return f"{what} were {found.why.rstrip('.')}."
     why = f": {found.why}" if found.why else ""
     state = {
         "skipped": "were left out",
