@@ -5,6 +5,9 @@ import pytest
 import torch
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+# Triton's own functions are interpreted or compiled as this says when it is first imported, by whatever test that is
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 torch.set_num_threads(1)  # tests run side by side
 # a shell that starts the tests in the background has Ctrl-C ignored; the tests of interruption need it
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,21 +1,18 @@
-"""The kernels for a GPU against float64 autodiff: on one where there is one, else by Triton's interpreter.
+"""The kernels for a GPU against float64 autodiff: on one where there is one, else by Triton's interpreter,
+which conftest.py asks for.
 
 On a machine with a GPU: `python -m pytest tests/kernels/test_fused.py --run-slow`.
 """
 
-import os
-
 import pytest
 import torch
 
-GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from curvlens.kernels import Pattern, chunked, fused  # noqa: E402 (the interpreter is chosen on import)
-from plain_attention import draw, error, oracle  # noqa: E402
+from curvlens.kernels import Pattern, chunked, fused
+from plain_attention import draw, error, oracle
 
+GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 # B, H, G, L, M, d, e: odd lengths, one token, grouped heads, unequal lengths and sizes, sizes that are no power of 2
